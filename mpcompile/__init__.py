@@ -1,0 +1,1 @@
+"""mpcompile: mixed-precision training as a compiler pass for PyTorch."""
