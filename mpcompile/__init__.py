@@ -1,1 +1,28 @@
-"""mpcompile: mixed-precision training as a compiler pass for PyTorch."""
+"""mpcompile: mixed-precision training as a compiler pass for PyTorch.
+
+``torch.compile(step, backend="mpcompile")`` needs no import of this package; what is here inspects.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpcompile.backend import last_report
+    from mpcompile.explain import explain
+
+__all__ = ["explain", "last_report"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Load public names on first use: importing the package loads neither Dynamo nor Inductor."""
+    if name == "last_report":
+        from mpcompile.backend import last_report
+
+        return last_report
+    if name == "explain":
+        from mpcompile.explain import explain
+
+        return explain
+    raise AttributeError(f"module 'mpcompile' has no attribute {name!r}")

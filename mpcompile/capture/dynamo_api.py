@@ -1,0 +1,104 @@
+"""Dynamo's private interfaces that tell which ``torch.compile`` call is running.
+
+A named backend is wrapped in ``torch._TorchCompileWrapper``, which is wrapped in
+``repro.after_dynamo.WrapBackendDebug``. Dynamo enters ``backend_ctx_ctor`` of the outermost wrapper
+around each call, and that wrapper copies instance attributes only, so a property hands ours on.
+Written against torch 2.11 to 2.14; goes when a backend can ask for the call that it serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+ContextCtor = Callable[[], AbstractContextManager[Any]]
+
+
+class GraphBreak(NamedTuple):
+    """Why one graph ended before the frame did."""
+
+    reason: str
+    line: str
+
+
+def install_context(build: Callable[[dict[str, Any]], ContextCtor], is_ours: Callable[[Any], bool]) -> None:
+    """Let Dynamo enter a context of ours around each call of a function compiled with our backend.
+
+    Args:
+        build: from the keyword arguments of the backend (``mode``, ``options``) to a constructor of
+            contexts; called once per ``torch.compile``.
+        is_ours: whether a backend function is ours.
+    """
+    from torch._dynamo.eval_frame import null_context
+    from torch._dynamo.repro.after_dynamo import WrapBackendDebug
+
+    def context_of(wrapper: Any) -> Any:
+        if "_mpcompile_ctor" not in vars(wrapper):
+            inner = wrapper._torchdynamo_orig_backend
+            if is_ours(getattr(inner, "compiler_fn", inner)):
+                ctor: Any = build(getattr(inner, "kwargs", {}))
+            else:
+                ctor = getattr(inner, "backend_ctx_ctor", null_context)
+            wrapper._mpcompile_ctor = ctor
+        return wrapper._mpcompile_ctor
+
+    WrapBackendDebug.backend_ctx_ctor = property(context_of)  # type: ignore[attr-defined]
+
+
+def context_ctor_of(compiled: Any) -> Any:
+    """Return the constructor that Dynamo enters around calls of ``compiled``, or None.
+
+    Args:
+        compiled: what ``torch.compile`` returned, or a bound method of such.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext
+
+    if isinstance(compiled, OptimizedModule):
+        return compiled.dynamo_ctx._backend_ctx_ctor
+    function = getattr(compiled, "__func__", compiled)
+    for cell in getattr(function, "__closure__", None) or ():
+        if isinstance(cell.cell_contents, _TorchDynamoContext):
+            return cell.cell_contents._backend_ctx_ctor
+    return None
+
+
+def original_of(compiled: Any) -> Any:
+    """Return the function or module that was compiled, or ``compiled`` itself if none was."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    if isinstance(compiled, OptimizedModule):
+        return compiled._orig_mod
+    return getattr(compiled, "_torchdynamo_orig_callable", compiled)
+
+
+def break_of(gm: torch.fx.GraphModule) -> GraphBreak | None:
+    """Return why Dynamo ended the graph ``gm``, or None if its frame returned."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    return _format_break(reason)
+
+
+def num_breaks() -> int:
+    """How many graph breaks Dynamo has noted so far; a position for ``breaks_since``."""
+    from torch._dynamo.output_graph import graph_break_reasons
+
+    return len(graph_break_reasons)
+
+
+def breaks_since(position: int) -> list[GraphBreak]:
+    """Return the graph breaks that Dynamo noted after ``num_breaks()`` gave ``position``."""
+    from torch._dynamo.output_graph import graph_break_reasons
+
+    return [_format_break(reason) for reason in graph_break_reasons[position:]]
+
+
+def _format_break(reason: Any) -> GraphBreak:
+    lines = [line.strip() for line in str(reason.reason).splitlines() if line.strip()]
+    outside = [f for f in reason.user_stack if "/site-packages/torch/" not in f.filename]
+    frames = outside or list(reason.user_stack)
+    where = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""
+    return GraphBreak(lines[0] if lines else "", where)

@@ -1,0 +1,106 @@
+"""Compile one graph that Dynamo hands over: passes on it, passes on its ATen form, lowering.
+
+What Dynamo hands over of a plain step: forward with loss (its backward comes from AOTAutograd), a
+graph that clips, the optimizer's update, and small change such as ``loss.detach()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+import mpcompile
+from mpcompile.capture import dynamo_api, graph_inputs
+from mpcompile.capture.session import Session
+from mpcompile.graph.printer import format_graph
+from mpcompile.graph.roles import GraphKind, InputRole, find_roles
+from mpcompile.inspection.measure import measure_casts, measure_ops, measure_saved
+from mpcompile.inspection.report import RegionReport
+from mpcompile.lowering import Compiled, lower
+from mpcompile.lowering.source_hash import source_hash
+from mpcompile.pass_base import PassContext, Stage
+
+
+def compile_region(gm: GraphModule, inputs: Sequence[Any], session: Session) -> Compiled:
+    """Compile Dynamo's graph ``gm`` for the step of ``session``.
+
+    Raises:
+        CaptureError: an input cannot be handled.
+        PassError: a pass cannot rewrite the graph.
+    """
+    graph_inputs.refuse_unsupported(gm)
+    graph_inputs.warn_half_parameters(gm)
+    roles = graph_inputs.input_roles(gm)
+    region = _begin_report(gm, session)
+    ctx = _context(session, region.index)
+    region.add_passes(session.manager.run(Stage.DYNAMO, gm, ctx))
+    return lower(gm, inputs, session.config, RegionRewriter(session, region, roles, ctx))
+
+
+def _begin_report(gm: GraphModule, session: Session) -> RegionReport:
+    found = dynamo_api.break_of(gm)
+    region = RegionReport(
+        index=len(session.report.regions),
+        dynamo_before=format_graph(gm.graph),
+        grad_enabled=torch.is_grad_enabled(),
+        ended_by=found.reason if found else "",
+        ended_at=found.line if found else "",
+    )
+    session.report.regions.append(region)
+    return region
+
+
+def _context(session: Session, region: int) -> PassContext:
+    return PassContext(
+        config=session.config,
+        region=region,
+        assigned=session.assigned.get(region, {}),
+        used_overrides=session.used_overrides,
+    )
+
+
+class RegionRewriter:
+    """Runs the ATen passes when the lowering has traced the graph, and keeps the books."""
+
+    def __init__(
+        self,
+        session: Session,
+        region: RegionReport,
+        input_roles: Sequence[InputRole],
+        ctx: PassContext,
+    ) -> None:
+        self._manager = session.manager
+        self._dtype = session.config.dtype
+        self._region = region
+        self._input_roles = input_roles
+        self._ctx = ctx
+
+    def is_active(self) -> bool:
+        """Whether any ATen pass may change a graph."""
+        return self._dtype is not torch.float32 and self._manager.rewrites(Stage.ATEN)
+
+    def cache_key(self) -> str:
+        """Return the passes, their options and toggles, and a hash of our sources."""
+        return f"{self._manager.cache_key()};{source_hash(Path(mpcompile.__file__).parent)}"
+
+    def rewrite(self, gm: GraphModule) -> None:
+        """Run the ATen passes on a joint or inference graph, in place."""
+        roles = find_roles(gm.graph, self._input_roles)
+        self._ctx.roles = roles
+        region = self._region
+        region.kind = roles.kind
+        region.aten_before = format_graph(gm.graph)
+        region.ops_before = measure_ops(gm.graph)
+        region.add_passes(self._manager.run(Stage.ATEN, gm, self._ctx))
+        region.aten_after = format_graph(gm.graph)
+        region.ops_after = measure_ops(gm.graph)
+        region.casts, region.decisions = measure_casts(gm.graph)
+
+    def observe(self, gm: GraphModule, is_backward: bool) -> None:
+        """Note what a backward graph reads that forward has saved for it."""
+        if is_backward and self._region.kind is GraphKind.TRAINING:
+            self._region.saved_bytes = measure_saved(gm.graph)

@@ -1,0 +1,155 @@
+"""What one ``torch.compile(..., backend="mpcompile")`` keeps between calls.
+
+Dynamo enters ``Session.running`` around each call, which is how a graph that arrives at the backend
+finds the session that it belongs to, and how an error on the way out gets our explanation.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mpcompile.capture import dynamo_api
+from mpcompile.capture.assignment import read_assignment
+from mpcompile.config import Config
+from mpcompile.graph.roles import GraphKind
+from mpcompile.inspection.report import StepReport
+from mpcompile.pipeline import build_manager
+
+_local = threading.local()
+
+# What AOTAutograd raises where a step cannot be compiled that eager can run, and what to say of it.
+_LIMITS: Mapping[str, str] = {
+    "does not currently support double backward": (
+        "mpcompile: the step differentiates twice through a compiled graph (a gradient penalty, "
+        "say), which torch.compile cannot do with any backend. Exclude the function that computes "
+        "the penalty with torch.compiler.disable; the rest stays compiled."
+    ),
+    "Trying to backward through the graph a second time": (
+        "mpcompile: two backward calls go through one compiled graph (a GAN step that reuses "
+        "`fake`, say). With torch.compile of any backend a graph holds one backward: compute the "
+        "value again for the second loss, or exclude its function with torch.compiler.disable."
+    ),
+    "modified by an inplace operation": (
+        "mpcompile: a tensor that a later backward reads was changed in place, often parameters by "
+        "an optimizer between two backward calls. torch.compile of any backend saves the tensor "
+        "itself: compute the value again after the update."
+    ),
+}
+
+
+class Session:
+    """State of one compiled step.
+
+    Attributes:
+        config: the user's options, checked.
+        manager: the pipeline with the user's toggles.
+        report: what was done so far; ``last_report`` returns it.
+        used_overrides: entries of ``keep_fp32`` and ``keep_half`` that named a node.
+        assigned: precision by region and node name that the user read from a file.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.manager = build_manager(config)
+        self.report = StepReport(config)
+        self.used_overrides: set[str] = set()
+        self.assigned = read_assignment(config)
+        self._num_calls = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Be the session that graphs belong to, for one call in this thread."""
+        stack = _stack()
+        stack.append(self)
+        position = dynamo_api.num_breaks()
+        limit = self.config.max_recompiles
+        patch = torch._dynamo.config.patch(recompile_limit=limit) if limit else None
+        if patch is not None:
+            patch.__enter__()
+        try:
+            yield
+        finally:
+            if patch is not None:
+                patch.__exit__(None, None, None)
+            stack.pop()
+            self._finish_call(position)
+
+    def _finish_call(self, position: int) -> None:
+        """Note what the call broke on; Dynamo leaves a context without telling of an error."""
+        for found in dynamo_api.breaks_since(position):
+            self.report.add_break(found.reason, found.line)
+        error = sys.exc_info()[1]
+        if error is not None:
+            explain_limit(error)
+            return
+        self._num_calls += 1
+        if self._num_calls == 1:
+            self._warn_after_first_call()
+
+    def _warn_after_first_call(self) -> None:
+        regions = self.report.regions
+        trains = any(region.kind is GraphKind.TRAINING for region in regions)
+        if regions and not trains and all(region.grad_enabled for region in regions):
+            warnings.warn(
+                "mpcompile: the first call compiled no backward: none of its graphs reads a tensor "
+                "that requires grad, so nothing is trained. Check that parameters have "
+                "requires_grad=True and that the step calls loss.backward(); compile evaluation "
+                "under torch.no_grad().",
+                stacklevel=4,
+            )
+        unused = [
+            pattern
+            for pattern in (*self.config.keep_fp32, *self.config.keep_half)
+            if pattern not in self.used_overrides
+        ]
+        if unused and regions:
+            warnings.warn(
+                f"mpcompile: {', '.join(unused)} in keep_fp32 or keep_half names nothing in the "
+                "graphs of the step. Print mpcompile.last_report(step) for the modules, lines, ops "
+                "and nodes there are.",
+                stacklevel=4,
+            )
+
+
+def explain_limit(error: BaseException) -> None:
+    """Add our word to an error that torch.compile raises for what it cannot do."""
+    text = str(error)
+    for part, note in _LIMITS.items():
+        if part in text and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+
+def _stack() -> list[Session]:
+    if not hasattr(_local, "stack"):
+        _local.stack = []
+    stack: list[Session] = _local.stack
+    return stack
+
+
+def current_session() -> Session | None:
+    """Return the session whose call is running in this thread, or None."""
+    stack = _stack()
+    return stack[-1] if stack else None
+
+
+def build_context(kwargs: Mapping[str, Any]) -> dynamo_api.ContextCtor:
+    """Return the context constructor of one ``torch.compile`` call: its session's ``running``.
+
+    Raises:
+        ConfigError: the options are wrong. It surfaces where ``torch.compile`` is called.
+    """
+    session = Session(Config.from_options(kwargs.get("options"), kwargs.get("mode")))
+    return session.running
+
+
+def session_of(compiled: Any) -> Session | None:
+    """Return the session of what ``torch.compile`` returned, or None if it is not ours."""
+    owner = getattr(dynamo_api.context_ctor_of(compiled), "__self__", None)
+    return owner if isinstance(owner, Session) else None

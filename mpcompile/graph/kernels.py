@@ -1,0 +1,141 @@
+"""Find out whether an op has a kernel for 16-bit inputs, by running it.
+
+Fake tensors accept a bfloat16 FFT or Cholesky; the kernels do not. So the real op is run once on a
+tiny input, and the answer kept for the process. A device that is absent cannot be asked: for it a
+table is shipped, and the reason says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.fx import Node
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mpcompile.graph import nodes
+
+# Ops that CUDA's 16-bit kernels lack (torch 2.14.1, "not implemented for 'BFloat16'" in ATen/native
+# /cuda). Asked only where no CUDA device is present.
+_ABSENT_CUDA = frozenset(
+    f"aten.{op}"
+    for op in """_fft_r2c _fft_c2r _fft_c2c linalg_cholesky_ex linalg_inv_ex linalg_qr _linalg_svd
+    _linalg_eigh linalg_eig _linalg_solve_ex linalg_lu_factor_ex _cdist_forward _cdist_backward
+    _pdist_forward _pdist_backward geqrf ormqr triangular_solve linalg_solve_triangular
+    linalg_lu_solve linalg_lstsq linalg_householder_product histc bincount""".split()
+)
+_PROBE_NUMEL = 1 << 22  # elements a probe may allocate before the batch dimension is cut to one
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a kernel takes 16-bit inputs, and how that is known."""
+
+    ok: bool
+    reason: str
+
+
+_known: dict[tuple[object, ...], Support] = {}
+
+
+def has_half_kernel(node: Node, dtype: torch.dtype, num_casts: int | None) -> Support:
+    """Whether the kernel behind ``node`` runs with fp32 inputs cast to ``dtype``.
+
+    The answer is kept per op, dtype, device type and ranks of the inputs.
+
+    Args:
+        node: node whose op and inputs' fake values are tried.
+        dtype: 16-bit dtype.
+        num_casts: how many leading tensor inputs are cast; None for all.
+    """
+    inputs = [cast(Tensor, nodes.value(arg)) for arg in nodes.input_nodes(node)]
+    device = inputs[0].device if inputs else torch.device("cpu")
+    key = (node.target, dtype, num_casts, device.type, tuple(tensor.dim() for tensor in inputs))
+    if key not in _known:
+        _known[key] = _find_support(node, dtype, num_casts, device)
+    return _known[key]
+
+
+def _find_support(
+    node: Node, dtype: torch.dtype, num_casts: int | None, device: torch.device
+) -> Support:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        absent = nodes.op_name(node) in _ABSENT_CUDA
+        return Support(not absent, "from the shipped table, as no CUDA device is here to be asked")
+    if device.type not in ("cpu", "cuda"):
+        return Support(True, f"not asked on {device.type}")
+    with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
+        for sizes in (_tiny_sizes, _unit_batch_sizes, _own_sizes):
+            if _run(node, torch.float32, None, sizes) is None:
+                error = _run(node, dtype, num_casts, sizes)
+                return Support(error is None, error or "ran on a tiny input")
+    return Support(False, "could not be tried on a small input")
+
+
+def _run(node: Node, dtype: torch.dtype, num_casts: int | None, sizes: Any) -> str | None:
+    """Run the op on zeros; return None, or the first line of what it raised."""
+    inputs = nodes.input_nodes(node)
+    shapes = sizes(node, [cast(Tensor, nodes.value(arg)) for arg in inputs])
+    if shapes is None:
+        return "no such input"
+    cast_args = set(inputs[:num_casts])
+    made = {
+        arg: _zeros(
+            cast(Tensor, nodes.value(arg)), shape, dtype if arg in cast_args else torch.float32
+        )
+        for arg, shape in zip(inputs, shapes, strict=True)
+    }
+    args, kwargs = pytree.tree_map_only(
+        Node, lambda arg: made[arg] if arg in made else _hint(nodes.value(arg)), (node.args, node.kwargs)
+    )
+    try:
+        cast(Any, node.target)(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return None
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    kept = dtype if like.dtype is torch.float32 else like.dtype
+    return torch.zeros(shape, dtype=kept, device=like.device)
+
+
+def _hint(val: Any) -> Any:
+    """A number for a symbolic one."""
+    if isinstance(val, (torch.SymInt, torch.SymFloat)):
+        hint = val.node.hint
+        return hint if hint is not None else 1
+    return val
+
+
+def _tiny_sizes(node: Node, inputs: list[Tensor]) -> list[tuple[int, ...]] | None:
+    """Two in every dimension: enough for elementwise ops and square matrix products."""
+    if node.kwargs or any(not isinstance(arg, Node) for arg in node.args):
+        return None
+    return [(2,) * tensor.dim() for tensor in inputs]
+
+
+def _unit_batch_sizes(node: Node, inputs: list[Tensor]) -> list[tuple[int, ...]] | None:
+    """The traced sizes with the first dimension cut to one where it is the first input's."""
+    sizes = _own_sizes(node, inputs, limit=False)
+    if not sizes or not sizes[0]:
+        return None
+    batch = sizes[0][0]
+    cut = [(1, *size[1:]) if size and size[0] == batch else size for size in sizes]
+    return cut if _numel(cut) <= _PROBE_NUMEL else None
+
+
+def _own_sizes(
+    node: Node, inputs: list[Tensor], limit: bool = True
+) -> list[tuple[int, ...]] | None:
+    """The traced sizes, as numbers."""
+    sizes = [tuple(int(_hint(size)) for size in tensor.shape) for tensor in inputs]
+    return None if limit and _numel(sizes) > 16 * _PROBE_NUMEL else sizes
+
+
+def _numel(sizes: list[tuple[int, ...]]) -> int:
+    return sum(torch.Size(size).numel() for size in sizes)

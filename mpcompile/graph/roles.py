@@ -1,0 +1,181 @@
+"""What each input and output of an ATen graph is for, and what kind of graph it is.
+
+Passes ask for roles, never for name patterns. AOTAutograd says which of Dynamo's inputs a
+placeholder stands for (``meta["desc"]``); the role of that input is known where Dynamo's graph is
+still at hand, and is handed in.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    TangentAOTInput,
+)
+from torch.fx import Graph, Node
+from torch.nn import Parameter
+
+from mpcompile.graph import nodes
+
+
+class InputRole(enum.Enum):
+    """What a graph input is to the user."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    STATE = "optimizer state"
+    DATA = "data"
+    TANGENT = "tangent"
+
+
+class OutputRole(enum.Enum):
+    """What a graph output is to the user."""
+
+    VALUE = "value"
+    GRADIENT = "gradient"
+    MUTATION = "mutation"
+
+
+class GraphKind(enum.Enum):
+    """What a graph does. Only the first two are rewritten."""
+
+    TRAINING = "forward+backward"
+    INFERENCE = "forward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The roles of one graph.
+
+    Attributes:
+        kind: what the graph does.
+        inputs: role of every placeholder and get_attr.
+        outputs: role of every output, in order.
+        mutated: inputs that the graph writes to.
+    """
+
+    kind: GraphKind
+    inputs: dict[Node, InputRole]
+    outputs: tuple[OutputRole, ...]
+    mutated: frozenset[Node]
+
+    def is_parameter(self, node: Node) -> bool:
+        """Whether ``node`` is a parameter of the user's model."""
+        return self.inputs.get(node) is InputRole.PARAMETER
+
+
+def find_roles(graph: Graph, input_roles: Sequence[InputRole]) -> Roles:
+    """Label a functional ATen graph.
+
+    Args:
+        graph: joint or inference graph of AOTAutograd.
+        input_roles: role of each input of the Dynamo graph it was made from, in order.
+    """
+    inputs = {
+        node: _input_role(node, input_roles)
+        for node in graph.nodes
+        if node.op in ("placeholder", "get_attr")
+    }
+    mutated = frozenset(_mutated_inputs(graph))
+    tangents = any(role is InputRole.TANGENT for role in inputs.values())
+    return Roles(
+        kind=_kind(inputs, mutated, tangents),
+        inputs=inputs,
+        outputs=tuple(_output_roles(graph)),
+        mutated=mutated,
+    )
+
+
+def _input_role(node: Node, input_roles: Sequence[InputRole]) -> InputRole:
+    desc = node.meta.get("desc")
+    if isinstance(desc, TangentAOTInput):
+        return InputRole.TANGENT
+    if isinstance(desc, PlainAOTInput) and desc.idx < len(input_roles):
+        return input_roles[desc.idx]
+    if isinstance(desc, ParamAOTInput) or isinstance(nodes.value(node), Parameter):
+        return InputRole.PARAMETER
+    if isinstance(desc, BufferAOTInput):
+        return InputRole.STATE
+    return InputRole.DATA
+
+
+def _mutated_inputs(graph: Graph) -> Iterator[Node]:
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.aten.copy_.default:
+            target = node.args[0]
+            if isinstance(target, Node) and target.op in ("placeholder", "get_attr"):
+                yield target
+    for desc in graph.output_node().meta.get("desc") or ():
+        if isinstance(desc, InputMutationAOTOutput):
+            for node in graph.find_nodes(op="placeholder"):
+                if node.meta.get("desc") == desc.mutated_input:
+                    yield node
+
+
+def _kind(
+    inputs: dict[Node, InputRole], mutated: frozenset[Node], has_tangents: bool
+) -> GraphKind:
+    """A graph without backward that writes to anything but a module's buffers is an update.
+
+    That is an optimizer, a clip that scales gradients in place, an average of weights; their
+    arithmetic stays fp32. Batch normalisation in training mode writes to buffers only.
+    """
+    if has_tangents:
+        return GraphKind.TRAINING
+    if any(inputs[node] is not InputRole.BUFFER for node in mutated):
+        return GraphKind.UPDATE
+    return GraphKind.INFERENCE
+
+
+def _output_roles(graph: Graph) -> Iterator[OutputRole]:
+    output = graph.output_node()
+    descs = output.meta.get("desc") or ()
+    values = output.args[0] if isinstance(output.args[0], (tuple, list)) else output.args
+    for index in range(len(values)):
+        desc = descs[index] if index < len(descs) else None
+        if isinstance(desc, GradAOTOutput):
+            yield OutputRole.GRADIENT
+        elif isinstance(desc, InputMutationAOTOutput):
+            yield OutputRole.MUTATION
+        else:
+            yield OutputRole.VALUE
+
+
+def is_visible_reader(node: Node) -> bool:
+    """Whether what ``node`` reads can be seen by the user: the output, a write into an input."""
+    if node.op == "output":
+        return True
+    target = node.args[0] if node.target is torch.ops.aten.copy_.default else None
+    return isinstance(target, Node) and target.op in ("placeholder", "get_attr")
+
+
+def visible_values(graph: Graph) -> list[tuple[str, Node]]:
+    """Return what the user can see of a graph: its outputs and what it writes into its inputs.
+
+    Each comes with a name for messages.
+    """
+    seen: list[tuple[str, Node]] = []
+    for reader in graph.nodes:
+        if reader.op == "output":
+            outputs = reader.args[0] if isinstance(reader.args[0], (tuple, list)) else reader.args
+            seen += [
+                (f"output {index}", node)
+                for index, node in enumerate(outputs)
+                if isinstance(node, Node)
+            ]
+        elif is_visible_reader(reader):
+            target, source = reader.args[0], reader.args[1]
+            assert isinstance(target, Node)
+            assert isinstance(source, Node)
+            seen.append((f"what is written to %{target.name}", source))
+    return [(name, node) for name, node in seen if nodes.tensor_values(node)]

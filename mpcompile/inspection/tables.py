@@ -1,0 +1,144 @@
+"""Spell a report as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tabulate import tabulate
+
+from mpcompile.inspection.report import RegionReport, StepReport
+from mpcompile.pass_base import PassRecord
+
+_MAX_CASTS = 20
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def format_report(report: StepReport) -> str:
+    """Return every table of ``report``, or one line if nothing was compiled."""
+    if not report.regions:
+        return "mpcompile: nothing was compiled yet. Call the step once."
+    parts = [
+        _title("Regions", _format_regions(report.regions)),
+        _title("What broke the graph", _format_breaks(report.breaks)),
+        _title("Passes", _format_passes(report.regions)),
+        _title("Ops and matmul FLOPs by dtype", _format_totals(report.regions)),
+        _title("Saved for backward", _format_saved(report.regions)),
+        _title("Casts", _format_casts(report.regions)),
+    ]
+    dtype = str(report.config.dtype).removeprefix("torch.")
+    head = f"mpcompile: dtype {dtype}, table {report.config.table}, lowering {report.config.lowering}"
+    return "\n\n".join([head, *(part for part in parts if part)])
+
+
+def format_bytes(count: int) -> str:
+    """Return ``1.5 MiB`` for 1572864."""
+    size = float(count)
+    for unit in _UNITS:
+        if size < 1024 or unit == _UNITS[-1]:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_flops(count: int) -> str:
+    """Return ``1.5 GFLOP`` for 1500000000."""
+    size = float(count)
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if size < 1000 or unit == "P":
+            return f"{size:.3g} {unit}FLOP"
+        size /= 1000
+    raise AssertionError("unreachable")
+
+
+def _title(title: str, table: str) -> str:
+    return f"{title}\n{table}" if table else ""
+
+
+def _table(rows: Iterable[Sequence[object]], headers: Sequence[str]) -> str:
+    listed = [list(row) for row in rows]
+    return tabulate(listed, headers=list(headers), disable_numparse=True) if listed else ""
+
+
+def _kind(region: RegionReport) -> str:
+    return region.kind.value if region.kind else "not traced"
+
+
+def _format_regions(regions: Sequence[RegionReport]) -> str:
+    rows = [
+        (
+            region.index,
+            _kind(region),
+            region.aten_after.count("\n") + 1 if region.aten_after else 0,
+            len(region.casts),
+            f"{region.ended_by} ({region.ended_at})" if region.ended_by else "return",
+        )
+        for region in regions
+    ]
+    return _table(rows, ("region", "kind", "nodes", "casts", "ended by"))
+
+
+def _format_breaks(breaks: Sequence[tuple[str, str]]) -> str:
+    return _table(((line, reason) for reason, line in breaks), ("line", "reason"))
+
+
+def _format_passes(regions: Sequence[RegionReport]) -> str:
+    """One row a pass, summed over the regions."""
+    sums: dict[str, list[PassRecord]] = {}
+    for region in regions:
+        for record in region.pass_records:
+            sums.setdefault(record.name, []).append(record)
+    rows = [
+        (
+            name,
+            records[0].stage.value,
+            "on" if records[0].enabled else "off",
+            sum(record.rewrites for record in records),
+            f"{sum(record.time_us for record in records) / 1e3:.1f}",
+        )
+        for name, records in sums.items()
+    ]
+    return _table(rows, ("pass", "stage", "on/off", "rewrites", "time ms"))
+
+
+def _format_totals(regions: Sequence[RegionReport]) -> str:
+    rows = []
+    for region in regions:
+        before, after = region.ops_before, region.ops_after
+        for dtype in sorted(before.ops.keys() | after.ops.keys() | after.matmul_flops.keys()):
+            rows.append(
+                (
+                    region.index,
+                    dtype,
+                    before.ops.get(dtype, 0),
+                    after.ops.get(dtype, 0),
+                    format_flops(before.matmul_flops.get(dtype, 0)),
+                    format_flops(after.matmul_flops.get(dtype, 0)),
+                )
+            )
+    headers = ("region", "dtype", "ops before", "after", "matmul before", "after")
+    return _table(rows, headers)
+
+
+def _format_saved(regions: Sequence[RegionReport]) -> str:
+    rows = [
+        (region.index, dtype, format_bytes(count))
+        for region in regions
+        for dtype, count in sorted(region.saved_bytes.items())
+    ]
+    return _table(rows, ("region", "dtype", "activations"))
+
+
+def _format_casts(regions: Sequence[RegionReport]) -> str:
+    """Equal casts of repeated layers are one row with a count; the rest is cut off with a note."""
+    counted: dict[tuple[object, ...], int] = {}
+    for region in regions:
+        for found in region.casts:
+            key = (region.index, found.dtypes, found.shape, found.line, found.reason)
+            counted[key] = counted.get(key, 0) + 1
+    rows = [(*key[:1], count, *key[1:]) for key, count in counted.items()]
+    headers = ("region", "casts", "dtypes", "shape", "line", "reason")
+    table = _table(rows[:_MAX_CASTS], headers)
+    left_out = len(rows) - _MAX_CASTS
+    if left_out > 0:
+        table += f"\n... and {left_out} more rows: report.regions[i].casts has every cast"
+    return table

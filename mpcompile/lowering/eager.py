@@ -1,0 +1,59 @@
+"""Run the rewritten graphs as they stand, each op by its own kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from functorch.compile import (
+    aot_module_simplified,
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+)
+from torch.fx import GraphModule
+
+from mpcompile.lowering.rewriter import TRACING_DECOMPOSITIONS, Compiled, Rewriter
+
+
+def lower(gm: GraphModule, inputs: Sequence[Any], rewriter: Rewriter) -> Compiled:
+    """Trace ``gm`` with its backward, rewrite, partition, and return what runs it."""
+
+    def partition(joint: GraphModule, args: Sequence[Any], **kwargs: Any) -> Any:
+        rewriter.rewrite(joint)
+        return min_cut_rematerialization_partition(joint, args, **kwargs)
+
+    def forward(graph: GraphModule, _: Sequence[Any]) -> Compiled:
+        return _run_as_is(graph, rewriter, is_backward=False)
+
+    def backward(graph: GraphModule, _: Sequence[Any]) -> Compiled:
+        return _without_dynamo(_run_as_is(graph, rewriter, is_backward=True))
+
+    def inference(graph: GraphModule, _: Sequence[Any]) -> Compiled:
+        rewriter.rewrite(graph)
+        return _run_as_is(graph, rewriter, is_backward=False)
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        compiled = aot_module_simplified(
+            gm,
+            inputs,
+            fw_compiler=forward,
+            bw_compiler=_without_dynamo(backward),
+            partition_fn=partition,
+            inference_compiler=inference,
+            decompositions=TRACING_DECOMPOSITIONS,
+            keep_inference_input_mutations=True,
+        )
+    return _without_dynamo(compiled)
+
+
+def _run_as_is(graph: GraphModule, rewriter: Rewriter, is_backward: bool) -> Compiled:
+    rewriter.observe(graph, is_backward)
+    boxed: Compiled = make_boxed_func(graph.forward)
+    return boxed
+
+
+def _without_dynamo(function: Compiled) -> Compiled:
+    """Keep Dynamo from tracing what it has just compiled."""
+    disabled: Compiled = torch.compiler.disable(function)
+    return disabled

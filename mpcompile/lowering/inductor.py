@@ -1,0 +1,84 @@
+"""Lower through Inductor: the only file that touches its private interfaces.
+
+Written against torch 2.11 to 2.14: ``compile_fx(inner_compile=, decompositions=, config_patches=)``
+and ``config.joint_custom_pre_pass``, which sees joint graphs before they are partitioned and
+inference graphs too. If no ATen pass runs, the graph takes Inductor's own decompositions while it is
+traced, so that all passes off is plain Inductor bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from mpcompile.lowering.expand import expand_decompositions
+from mpcompile.lowering.rewriter import TRACING_DECOMPOSITIONS, Compiled, Rewriter
+
+
+def lower(gm: GraphModule, inputs: Sequence[Any], mode: str, rewriter: Rewriter) -> Compiled:
+    """Compile ``gm`` with the passes of ``rewriter`` between tracing and partitioning."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner(graph: GraphModule, args: Sequence[Any], **kwargs: Any) -> Any:
+        rewriter.observe(graph, bool(kwargs.get("is_backward")))
+        if "get_decomp_fn" in kwargs:  # since 2.13: what Inductor traces by itself needs its table
+            kwargs["get_decomp_fn"] = _decomposition_table
+        return compile_fx_inner(graph, args, **kwargs)
+
+    active = rewriter.is_active()
+    patches = {**_mode_patches(mode), "joint_custom_pre_pass": _build_joint_pass(rewriter)}
+    # A hit in AOTAutograd's cache would skip the passes, and the report with them. The cache of
+    # generated code below it is keyed by the rewritten graph and by the passes, and stays on.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        compiled: Compiled = compile_fx(
+            gm,
+            inputs,
+            inner_compile=inner,
+            decompositions=TRACING_DECOMPOSITIONS if active else None,
+            config_patches=patches,
+        )
+    return compiled
+
+
+def lower_stock(gm: GraphModule, inputs: Sequence[Any], mode: str | None) -> Compiled:
+    """Compile ``gm`` as ``backend="inductor"`` would, with nothing of ours in between."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Compiled = compile_fx(gm, inputs, config_patches=_mode_patches(mode))
+    return compiled
+
+
+def _mode_patches(mode: str | None) -> dict[str, Any]:
+    if mode is None or mode == "default":
+        return {}
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def _decomposition_table() -> dict[Any, Any]:
+    from torch._inductor.decomposition import select_decomp_table
+
+    table: dict[Any, Any] = select_decomp_table()
+    return table
+
+
+def _build_joint_pass(rewriter: Rewriter) -> Any:
+    """Return the custom pass; its ``uuid`` makes our passes part of Inductor's cache key."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class JointPass(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            gm = graph.owning_module
+            assert gm is not None
+            rewriter.rewrite(gm)
+            if rewriter.is_active():
+                expand_decompositions(gm, _decomposition_table())
+
+        def uuid(self) -> str:
+            return rewriter.cache_key()
+
+    return JointPass()

@@ -1,0 +1,11 @@
+"""The passes, one file each. Imported as ``mpcompile.passes`` only."""
+
+if __name__ != "mpcompile.passes":
+    raise ImportError("import 'mpcompile.passes', not the top-level folder 'passes'")
+
+from mpcompile.passes.assign_precision import AssignPrecision
+from mpcompile.passes.cast_composites import CastComposites
+from mpcompile.passes.fold_casts import FoldCasts
+from mpcompile.passes.insert_casts import InsertCasts
+
+__all__ = ["AssignPrecision", "CastComposites", "FoldCasts", "InsertCasts"]
