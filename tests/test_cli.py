@@ -96,19 +96,20 @@ def test_trial_step_compiles_and_agrees_with_eager() -> None:
     finding = doctor._try_step("cpu")
     assert finding.problem is None
     assert finding.found.startswith("loss ")
+    assert " with 0 casts" not in finding.found
 
 
 def test_failing_trial_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(device: str, backend: object) -> float:
-        raise RuntimeError("no kernel image\nmore")
+    def fail(device: str, backend: object) -> tuple[float, int]:
+        raise RuntimeError("raised:\nno kernel\n\nmore")
 
     monkeypatch.setattr(doctor, "_train", fail)
     finding = doctor._try_step("cpu")
-    assert finding.problem == "RuntimeError: no kernel image"
+    assert finding.problem == "RuntimeError: raised: no kernel"
 
 
 def test_wrong_loss_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = iter([1.0, float("nan")])
+    losses = iter([(1.0, 0), (float("nan"), 0)])
     monkeypatch.setattr(doctor, "_train", lambda device, backend: next(losses))
     assert "differ by more than 5 %" in str(doctor._try_step("cpu").problem)
 
