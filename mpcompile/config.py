@@ -207,7 +207,7 @@ class Config:
         metadata=_option(
             parse_count,
             "whole number above 0, or None",
-            "How often one step may be compiled anew.",
+            "How often a frame is compiled anew before it runs eagerly; None: torch's own limit.",
             in_key=False,
         ),
     )

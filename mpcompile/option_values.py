@@ -143,7 +143,7 @@ def parse_flag(raw: object) -> bool:
 
 
 def parse_count(raw: object) -> int | None:
-    """Take a whole number above 0, or None for no limit."""
+    """Take a whole number above 0, or None."""
     count = raw
     if isinstance(raw, str):
         text = raw.strip().lower()
@@ -151,7 +151,7 @@ def parse_count(raw: object) -> int | None:
     if count is None:
         return None
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise Mistake(f"{raw!r} is not a count. Use a whole number above 0, or None for no limit.")
+        raise Mistake(f"{raw!r} is not a count. Use a whole number above 0, or None.")
     return count
 
 

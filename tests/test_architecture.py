@@ -91,6 +91,18 @@ def test_import_initialises_no_cuda_loads_no_compiler_and_starts_nothing() -> No
     assert result.returncode == 0, result.stderr
 
 
+def test_public_names_stay_functions_after_use() -> None:
+    code = """
+import mpcompile
+
+for name in mpcompile.__all__:
+    for _ in range(2):
+        assert type(getattr(mpcompile, name)).__name__ == "function", name
+"""
+    result = run_python(code, ROOT)
+    assert result.returncode == 0, result.stderr
+
+
 def test_environment_is_read_in_config_only() -> None:
     readers = set()
     for path in SOURCES:
