@@ -31,10 +31,10 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 import mpcompile
+from mpcompile.errors import ConfigError
 
 # Tests are not typical code; encodings and pydoc_data are generated tables.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
-VALIDATION_EVERY = 10  # each tenth file is held out
 
 Step = Callable[[Tensor, Tensor], Tensor]
 T = TypeVar("T", str, int, float, bool)
@@ -142,12 +142,12 @@ class GPT(nn.Module):
 
 
 def load_corpus() -> tuple[Tensor, Tensor]:
-    """Read the standard library's source as bytes: text to train on, text of held-out files."""
+    """Read the standard library's source as bytes: training text, and each tenth file held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(p for p in root.rglob("*.py") if SKIPPED.isdisjoint(p.relative_to(root).parts))
     texts = [path.read_bytes() for path in files]
-    held_out = bytearray().join(texts[::VALIDATION_EVERY])
-    del texts[::VALIDATION_EVERY]
+    held_out = bytearray().join(texts[::10])
+    del texts[::10]
     text = bytearray().join(texts)
     return torch.frombuffer(text, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8)
 
@@ -311,9 +311,7 @@ def format_comparison(runs: Sequence[Run], settings: Settings) -> str:
         f"compile time, s (the first {warmup} steps less their steady time)": [
             total - warmup * s for total, s in zip(warmup_s, step_s, strict=True)
         ],
-        "memory of a step, MiB (peak, less what lived before)": [
-            r.peak_bytes / 2**20 for r in runs
-        ],
+        "peak memory of a step, MiB above its start": [run.peak_bytes / 2**20 for run in runs],
     }
     headers = ["", *(run.name for run in runs)]
     if len(runs) == 2:
@@ -357,9 +355,8 @@ def parse_settings(argv: Sequence[str] | None) -> Settings:
 
 def find_mistake(settings: Settings) -> str | None:
     """Return what is wrong with the settings and what to do, or None."""
-    for name, least in {"steps": 3, "batch_size": 1, "context": 1, "eval_every": 1}.items():
-        if getattr(settings, name) < least:
-            return f"--{name.replace('_', '-')} must be at least {least}"
+    if settings.steps < 3:
+        return "--steps must be at least 3: one to compile, one for its memory, one for its time"
     if settings.width % settings.heads:
         return f"--width {settings.width} must be a multiple of --heads {settings.heads}"
     if settings.backend not in torch.compiler.list_backends(exclude_tags=()):
@@ -367,11 +364,8 @@ def find_mistake(settings: Settings) -> str | None:
         return f"--backend {settings.backend} is not one of {known}"
     if settings.backend != "mpcompile" and settings.run_dtype != "float32":
         return f"--backend {settings.backend} computes in float32, as written: leave --dtype out"
-    devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    if settings.device not in devices and (settings.device != "cuda" or len(devices) == 1):
-        return (
-            f"--device {settings.device}: torch sees {', '.join(devices)}; a GPU needs a CUDA build"
-        )
+    if settings.device.startswith("cuda") and not torch.cuda.is_available():
+        return "--device cuda: torch finds no GPU; use cpu, or install a CUDA build of torch"
     return None
 
 
@@ -399,4 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except ConfigError as error:
+        raise SystemExit(f"train_gpt.py: {error}") from None
