@@ -202,19 +202,13 @@ class Config:
             in_key=False,
         ),
     )
-    max_recompiles: int | None = field(
-        default=None,
+    max_recompiles: int = field(
+        default=64,
         metadata=_option(
             parse_count,
-            "whole number above 0, or None",
-            "How often a frame is compiled anew before it runs eagerly; None: torch's own limit.",
+            "whole number above 0",
+            "How often one function may be compiled anew before it runs eagerly, in float32.",
             in_key=False,
-        ),
-    )
-    cache_dir: Path | None = field(
-        default=None,
-        metadata=_option(
-            parse_path, "folder, or None", "Where generated code is kept.", in_key=False
         ),
     )
     report_dir: Path | None = field(
@@ -291,6 +285,7 @@ _PLANNED_OPTIONS = {
     "hysteresis": ("whole number", "Overflows before the loss scale halves."),
     "wire_dtype": ("float16, bfloat16, float32", "The dtype of gradients sent between ranks."),
     "error_feedback": ("off, on", "Carry what the wire dtype rounds off to the next step."),
+    "cache_dir": ("folder", "Where generated update kernels are kept."),
     "check_sync": ("first-step, off, number of steps", "When ranks compare their weights."),
 }
 

@@ -142,16 +142,12 @@ def parse_flag(raw: object) -> bool:
     return flag
 
 
-def parse_count(raw: object) -> int | None:
-    """Take a whole number above 0, or None."""
-    count = raw
-    if isinstance(raw, str):
-        text = raw.strip().lower()
-        count = None if text == "none" else int(text) if text.isdecimal() else raw
-    if count is None:
-        return None
+def parse_count(raw: object) -> int:
+    """Take a whole number above 0."""
+    text = raw.strip() if isinstance(raw, str) else ""
+    count = int(text) if text.isdecimal() else raw
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise Mistake(f"{raw!r} is not a count. Use a whole number above 0, or None.")
+        raise Mistake(f"{raw!r} is not a count. Use a whole number above 0.")
     return count
 
 

@@ -43,7 +43,8 @@ class Rule(enum.Enum):
     HALF = "half"  # cast every eligible input to 16 bits
     FP32 = "fp32"  # cast every eligible input up
     PROMOTE = "promote"  # widest of the inputs, parameters included
-    NEUTRAL = "neutral"  # follows the data that reaches it
+    NEUTRAL = "neutral"  # follows the data that reaches it, and rounds once
+    EXACT = "exact"  # follows the data that reaches it, and cannot round: selection, relu, padding
     MIXED = "mixed"  # follows its first input; the other inputs and statistics stay fp32
     MOVE = "move"  # moves data of one input: never a reason to cast
     RANDOM = "random"  # draws random numbers: computed as traced, or the stream would change
@@ -118,27 +119,33 @@ _RANDOM = _rows(
     log_normal geometric cauchy uniform""",
 )
 
-# What the arithmetic of a neuron's neighbourhood is made of: exact to one rounding of the result.
-_NEUTRAL_OPS = """add sub rsub mul div neg abs sign relu relu6 leaky_relu elu celu selu prelu_kernel
-    hardtanh hardsigmoid hardswish gelu silu mish sigmoid tanh glu clamp clamp_min clamp_max maximum
-    minimum fmax fmin where masked_fill masked_scatter threshold square addcmul lerp
-    cat stack constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
-    replication_pad2d replication_pad3d index _unsafe_index _unsafe_masked_index index_select gather
-    index_put _unsafe_index_put scatter slice_scatter select_scatter as_strided_scatter
-    diagonal_scatter index_copy index_fill tril triu copy max_pool1d max_pool2d max_pool3d
-    max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d avg_pool1d
-    avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d
-    pixel_shuffle pixel_unshuffle channel_shuffle col2im im2col amax amin max min sort topk
-    relu_backward threshold_backward leaky_relu_backward elu_backward hardtanh_backward
-    hardsigmoid_backward hardswish_backward gelu_backward silu_backward mish_backward
-    sigmoid_backward tanh_backward glu_backward native_dropout_backward _prelu_kernel
-    _prelu_kernel_backward max_pool2d_with_indices_backward max_pool3d_with_indices_backward
-    avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward
-    _adaptive_avg_pool3d_backward adaptive_max_pool2d_backward constant_pad_nd_backward
-    reflection_pad1d_backward reflection_pad2d_backward replication_pad2d_backward select_backward
-    slice_backward diagonal_backward unfold_backward softshrink softshrink_backward hardshrink
-    hardshrink_backward masked_scatter_backward value_selecting_reduction_backward"""
-_NEUTRAL = _rows(Rule.NEUTRAL, "painted: elementwise or selection, one rounding", _NEUTRAL_OPS)
+_EXACT = _rows(
+    Rule.EXACT,
+    "painted: selection, no rounding",
+    """neg abs sign relu relu6 hardtanh clamp clamp_min clamp_max maximum minimum fmax fmin where
+    masked_fill masked_scatter threshold cat stack constant_pad_nd reflection_pad1d reflection_pad2d
+    reflection_pad3d replication_pad1d replication_pad2d replication_pad3d index _unsafe_index
+    _unsafe_masked_index index_select gather index_put _unsafe_index_put scatter slice_scatter
+    select_scatter as_strided_scatter diagonal_scatter index_copy index_fill tril triu copy
+    max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices
+    adaptive_max_pool2d adaptive_max_pool3d pixel_shuffle pixel_unshuffle channel_shuffle amax amin
+    max min sort topk relu_backward threshold_backward hardtanh_backward select_backward
+    slice_backward diagonal_backward constant_pad_nd_backward masked_scatter_backward
+    value_selecting_reduction_backward""",
+)
+_NEUTRAL = _rows(
+    Rule.NEUTRAL,
+    "painted: elementwise or a small window, one rounding",
+    """add sub rsub mul div leaky_relu elu celu selu _prelu_kernel hardsigmoid hardswish gelu silu
+    mish sigmoid tanh glu square addcmul lerp softshrink hardshrink avg_pool1d avg_pool2d avg_pool3d
+    _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d col2im im2col leaky_relu_backward
+    elu_backward hardsigmoid_backward hardswish_backward gelu_backward silu_backward mish_backward
+    sigmoid_backward tanh_backward glu_backward native_dropout_backward _prelu_kernel_backward
+    max_pool2d_with_indices_backward max_pool3d_with_indices_backward avg_pool2d_backward
+    avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
+    adaptive_max_pool2d_backward reflection_pad1d_backward reflection_pad2d_backward
+    replication_pad2d_backward unfold_backward softshrink_backward hardshrink_backward""",
+)
 
 _MIXED = _rows(
     Rule.MIXED,
@@ -245,6 +252,7 @@ PAINTED = Table(
     entries={
         **_MOVE,
         **_RANDOM,
+        **_EXACT,
         **_NEUTRAL,
         **_MIXED,
         **_without(_CUDA_PROMOTE, ("index_put", "scatter_add", "addcmul")),

@@ -2,8 +2,9 @@
 
 One walk in graph order carries a state for each value: 16-bit, fp32, or weak. Weak are parameters
 and constants: beside 16-bit data they do not raise the result to fp32, as TensorFlow's grappler
-paints ops that lie between matrix products; so a scale or a mask does not make a chain bounce. The
-op's rule, the user's pins and overrides, and the kernels at hand decide in that order of strength
+paints ops that lie between matrix products; so a scale or a mask does not make a chain bounce. What
+leads into an fp32 op is not rounded on the way there: probabilities before a logarithm, an offset
+before a variance. The op's rule, the user's pins and overrides, and the kernels at hand decide in that order of strength
 from weakest to strongest. Backward nodes follow the forward node whose gradient they compute.
 
 The graph is only annotated: ``insert-casts`` makes it real.
@@ -80,6 +81,7 @@ class _Painter:
     links: dict[Node, Node]
     states: dict[Node, _State] = field(default_factory=dict)
     decided: dict[Node, Decision] = field(default_factory=dict)
+    feeding: dict[Node, Node | None] = field(default_factory=dict)
 
     @property
     def table(self) -> Table:
@@ -230,8 +232,11 @@ class _Painter:
         return Decision(Precision.HALF if half else Precision.FP32, follows)
 
     def _follow_random(self, node: Node, entry: Entry) -> Decision:
-        half = self._first_state(node) is _State.HALF and bool(nodes.input_nodes(node))
-        return Decision(Precision.FP32_HALF if half else Precision.FP32, entry.source)
+        if not nodes.input_nodes(node) or self._first_state(node) is not _State.HALF:
+            return Decision(Precision.FP32, entry.source)
+        if self.table.ruled_backward and (sink := self._fp32_reader(node)) is not None:
+            return Decision(Precision.FP32, f"{entry.source}, leads to fp32 %{sink.name}")
+        return Decision(Precision.FP32_HALF, entry.source)
 
     def _follow_forward(self, node: Node, forward: Node) -> Decision:
         decision = decisions.get(forward)
@@ -267,11 +272,59 @@ class _Painter:
             return Decision(Precision.FP32, f"neutral, reads fp32 %{wide[0].name}")
         if not strong:
             return Decision(Precision.FP32, "neutral, reads no 16-bit value")
-        if self._is_all_half(node):
+        all_half = self._is_all_half(node)
+        rounds = entry.rule is Rule.NEUTRAL or not all_half
+        if rounds and (sink := self._fp32_reader(node)) is not None:
+            return Decision(Precision.FP32, f"neutral, leads to fp32 %{sink.name}")
+        if all_half:
             return Decision(Precision.HALF, f"neutral, follows %{strong[0].name}")
         return Decision(
             Precision.FP32_HALF, f"neutral, %{strong[0].name} meets a parameter or constant"
         )
+
+    def _fp32_reader(self, node: Node) -> Node | None:
+        """Return an fp32 op that ``node``'s value reaches in forward with nothing 16-bit between.
+
+        The search follows data movement and ops of one input, and ends where values join.
+        """
+        if node not in self.feeding:
+            self.feeding[node] = None
+            for reader in node.users:
+                found = self._fp32_sink(reader)
+                if found is not None:
+                    self.feeding[node] = found
+                    break
+        return self.feeding[node]
+
+    def _fp32_sink(self, reader: Node) -> Node | None:
+        if reader.op == "output":
+            return reader
+        if nodes.is_backward(reader):
+            return None
+        if nodes.is_getitem(reader):
+            return self._fp32_reader(reader)
+        if not self._is_eligible(reader):
+            return None
+        choice = self._overridden(reader) or self._pinned(reader)
+        if choice is not None:
+            return None if choice.precision.computes_half else reader
+        rule = self._entry(reader).rule
+        if rule is Rule.FP32:
+            return reader
+        passes_on = rule in (Rule.MOVE, Rule.NEUTRAL, Rule.EXACT, Rule.RANDOM)
+        return self._fp32_reader(reader) if passes_on and self._has_one_input(reader) else None
+
+    def _has_one_input(self, node: Node) -> bool:
+        """Whether parameters, constants and numbers are all that stands beside one input."""
+        joined = [
+            arg
+            for arg in dict.fromkeys(nodes.input_nodes(node))
+            if nodes.is_f32(arg)
+            and not decisions.is_number(arg)
+            and self.states.get(arg) is not _State.WEAK
+            and nodes.op_name(arg) not in _CONSTANTS
+        ]
+        return len(joined) <= 1
 
     # --- what the kernels allow ------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ def test_the_value_in_force_may_be_written_out(name: str, value: str) -> None:
         ("max_recompiles", 0, "0 is not a count."),
         ("max_recompiles", True, "True is not a count."),
         ("max_recompiles", "-1", "'-1' is not a count."),
-        ("cache_dir", 7, "7 is not a path."),
+        ("report_dir", 7, "7 is not a path."),
         ("report_dir", " ", "' ' is not a path."),
         ("assignment", 7, "7 is not a path."),
         ("assignment", {"a": object()}, "the assignment is not JSON"),
@@ -198,8 +198,8 @@ def test_environment_sets_every_option() -> None:
             "MPCOMPILE_LOWERING": "eager",
             "MPCOMPILE_VERIFY_GRAPH": "1",
             "MPCOMPILE_MAX_RECOMPILES": "8",
-            "MPCOMPILE_CACHE_DIR": "here",
-            "MPCOMPILE_REPORT_DIR": "",
+            "MPCOMPILE_REPORT_DIR": "here",
+            "MPCOMPILE_KEEP_HALF": "",
             "MPCOMPILE": "1",
             "PATH": "/bin",
         }
@@ -212,7 +212,7 @@ def test_environment_sets_every_option() -> None:
         lowering="eager",
         verify_graph=True,
         max_recompiles=8,
-        cache_dir=Path("here"),
+        report_dir=Path("here"),
     )
 
 
@@ -284,8 +284,8 @@ def test_environment_settings_lists_what_is_set() -> None:
 def test_config_is_hashable_and_its_repr_is_stable(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("{}")
-    one = parse(disable="fold-casts", keep_fp32="aten.mm", assignment=path, cache_dir="c")
-    other = parse(disable="fold-casts", keep_fp32="aten.mm", assignment=path, cache_dir="c")
+    one = parse(disable="fold-casts", keep_fp32="aten.mm", assignment=path, report_dir="c")
+    other = parse(disable="fold-casts", keep_fp32="aten.mm", assignment=path, report_dir="c")
     assert {one, other} == {one}
     assert repr(one) == repr(other)
     assert " at 0x" not in repr(one)
@@ -316,7 +316,7 @@ def test_cache_key_follows_what_changes_graphs(change: dict[str, object]) -> Non
         {"disable": "fuse-updates"},
         {"verify_graph": True},
         {"max_recompiles": 3},
-        {"cache_dir": "c"},
+        {"report_dir": "c"},
         {"report_dir": "r"},
     ],
 )

@@ -18,6 +18,7 @@ from mpcompile.capture import dynamo_api, graph_inputs
 from mpcompile.capture.session import Session
 from mpcompile.graph.printer import format_graph
 from mpcompile.graph.roles import GraphKind, InputRole, find_roles
+from mpcompile.inspection.dump import dump_region
 from mpcompile.inspection.measure import measure_casts, measure_ops, measure_saved
 from mpcompile.inspection.report import RegionReport
 from mpcompile.lowering import Compiled, lower
@@ -99,6 +100,8 @@ class RegionRewriter:
         region.aten_after = format_graph(gm.graph)
         region.ops_after = measure_ops(gm.graph)
         region.casts, region.decisions = measure_casts(gm.graph)
+        if self._ctx.config.report_dir is not None:
+            dump_region(region, self._ctx.config.report_dir)
 
     def observe(self, gm: GraphModule, is_backward: bool) -> None:
         """Note what a backward graph reads that forward has saved for it."""

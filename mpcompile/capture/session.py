@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from mpcompile.capture import dynamo_api
 from mpcompile.capture.assignment import read_assignment
 from mpcompile.config import Config
@@ -62,6 +60,7 @@ class Session:
         self.used_overrides: set[str] = set()
         self.assigned = read_assignment(config)
         self._num_calls = 0
+        self._limit_recompiles = dynamo_api.recompile_patcher(config.max_recompiles)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -69,15 +68,11 @@ class Session:
         stack = _stack()
         stack.append(self)
         position = dynamo_api.num_breaks()
-        limit = self.config.max_recompiles
-        patch = torch._dynamo.config.patch(recompile_limit=limit) if limit else None
-        if patch is not None:
-            patch.__enter__()
+        restore_limit = self._limit_recompiles()
         try:
             yield
         finally:
-            if patch is not None:
-                patch.__exit__(None, None, None)
+            restore_limit()
             stack.pop()
             self._finish_call(position)
 

@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mpcompile.graph import nodes
+from mpcompile.graph import decisions, nodes
 
 # Ops that CUDA's 16-bit kernels lack (torch 2.14.1, "not implemented for 'BFloat16'" in ATen/native
 # /cuda). Asked only where no CUDA device is present.
@@ -28,7 +28,7 @@ _ABSENT_CUDA = frozenset(
     _pdist_forward _pdist_backward geqrf ormqr triangular_solve linalg_solve_triangular
     linalg_lu_solve linalg_lstsq linalg_householder_product histc bincount""".split()
 )
-_PROBE_NUMEL = 1 << 22  # elements a probe may allocate before the batch dimension is cut to one
+_PROBE_NUMEL = 1 << 22  # elements that a probe allocates without thinking twice
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _find_support(
     if device.type not in ("cpu", "cuda"):
         return Support(True, f"not asked on {device.type}")
     with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
-        for sizes in (_tiny_sizes, _unit_batch_sizes, _own_sizes):
+        for sizes in (_tiny_sizes, _own_sizes, _unit_batch_sizes):
             if _run(node, torch.float32, None, sizes) is None:
                 error = _run(node, dtype, num_casts, sizes)
                 return Support(error is None, error or "ran on a tiny input")
@@ -112,29 +112,36 @@ def _hint(val: Any) -> Any:
     return val
 
 
+# Kernels do not all check that sizes fit, so made-up sizes are for ops where any do.
+_ANY_SQUARE = frozenset(
+    f"aten.{op}" for op in "mm bmm addmm baddbmm addbmm mv addmv addr dot vdot linalg_vecdot".split()
+)
+
+
 def _tiny_sizes(node: Node, inputs: list[Tensor]) -> list[tuple[int, ...]] | None:
-    """Two in every dimension: enough for elementwise ops and square matrix products."""
-    if node.kwargs or any(not isinstance(arg, Node) for arg in node.args):
+    """Two in every dimension, for elementwise ops and matrix products."""
+    if not decisions.is_pointwise(node) and nodes.op_name(node) not in _ANY_SQUARE:
         return None
     return [(2,) * tensor.dim() for tensor in inputs]
 
 
+def _own_sizes(node: Node, inputs: list[Tensor]) -> list[tuple[int, ...]] | None:
+    """The traced sizes, as numbers, if they are small."""
+    sizes = _hinted(inputs)
+    return sizes if _numel(sizes) <= _PROBE_NUMEL else None
+
+
 def _unit_batch_sizes(node: Node, inputs: list[Tensor]) -> list[tuple[int, ...]] | None:
-    """The traced sizes with the first dimension cut to one where it is the first input's."""
-    sizes = _own_sizes(node, inputs, limit=False)
-    if not sizes or not sizes[0]:
+    """The traced sizes with the batch cut to one, if no other dimension has the batch's size."""
+    sizes = _hinted(inputs)
+    batch = sizes[0][0] if sizes and sizes[0] else 0
+    if any(batch in size[1:] or size == (batch,) for size in sizes):
         return None
-    batch = sizes[0][0]
-    cut = [(1, *size[1:]) if size and size[0] == batch else size for size in sizes]
-    return cut if _numel(cut) <= _PROBE_NUMEL else None
+    return [(1, *size[1:]) if size and size[0] == batch else size for size in sizes]
 
 
-def _own_sizes(
-    node: Node, inputs: list[Tensor], limit: bool = True
-) -> list[tuple[int, ...]] | None:
-    """The traced sizes, as numbers."""
-    sizes = [tuple(int(_hint(size)) for size in tensor.shape) for tensor in inputs]
-    return None if limit and _numel(sizes) > 16 * _PROBE_NUMEL else sizes
+def _hinted(inputs: list[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(int(_hint(size)) for size in tensor.shape) for tensor in inputs]
 
 
 def _numel(sizes: list[tuple[int, ...]]) -> int:
