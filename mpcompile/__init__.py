@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpcompile.backend import last_report
-    from mpcompile.explain import explain
+    from mpcompile.backend import explain, last_report
 
 __all__ = ["explain", "last_report"]
 __version__ = "0.1.0"
@@ -17,12 +16,8 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     """Load public names on first use: importing the package loads neither Dynamo nor Inductor."""
-    if name == "last_report":
-        from mpcompile.backend import last_report
+    if name in __all__:
+        from mpcompile import backend
 
-        return last_report
-    if name == "explain":
-        from mpcompile.explain import explain
-
-        return explain
+        return getattr(backend, name)
     raise AttributeError(f"module 'mpcompile' has no attribute {name!r}")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from mpcompile.capture import dynamo_api
 from mpcompile.capture.regions import compile_region
 from mpcompile.capture.session import Session, build_context, current_session, session_of
+from mpcompile.capture.snapshot import restored
 from mpcompile.config import Config, is_disabled
 from mpcompile.errors import CaptureError
 from mpcompile.inspection.report import StepReport
@@ -42,6 +46,40 @@ def mpcompile(
     if session is None:  # called by hand, outside torch.compile
         session = Session(Config.from_options(options, mode))
     return compile_region(gm, example_inputs, session)
+
+
+def explain(
+    step: Any, *args: Any, options: Mapping[str, object] | None = None, **kwargs: Any
+) -> StepReport:
+    """Run ``step(*args, **kwargs)`` once, undo what it did, and return what was done to its graphs.
+
+    Parameters, buffers, gradients, optimizer state, random state and the Python state that the step
+    reaches are as before afterwards. The graphs are run op by op (``lowering="eager"``), so no
+    kernel is generated; they are the ones that Inductor would get.
+
+    Args:
+        step: the plain step, or what ``torch.compile`` returned for it.
+        *args: arguments of the step.
+        options: as for ``torch.compile``; by default those that ``step`` was compiled with.
+        **kwargs: keyword arguments of the step.
+
+    Raises:
+        ConfigError: wrong options.
+        CaptureError: an input that cannot be handled.
+        PassError: a graph that a pass cannot rewrite.
+    """
+    known = session_of(step)
+    config = Config.from_options(options) if options is not None or known is None else known.config
+    session = Session(dataclasses.replace(config, lowering="eager"))
+    original = dynamo_api.original_of(step)
+    compiled: Any = torch.compile(original, backend=functools.partial(_compile_for, session))
+    with restored(original, args, kwargs), session.running():
+        compiled(*args, **kwargs)
+    return session.report
+
+
+def _compile_for(session: Session, gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
+    return compile_region(gm, inputs, session)
 
 
 def last_report(step: Any) -> StepReport:

@@ -114,8 +114,8 @@ _MOVE = _rows(
 _RANDOM = _rows(
     Rule.RANDOM,
     "random stream is kept as traced",
-    """native_dropout rrelu_with_noise rrelu_with_noise_functional bernoulli normal_functional rand_like
-    randn_like randint_like multinomial poisson binomial _standard_gamma exponential
+    """native_dropout rrelu_with_noise rrelu_with_noise_functional bernoulli normal_functional
+    rand_like randn_like randint_like multinomial poisson binomial _standard_gamma exponential
     log_normal geometric cauchy uniform""",
 )
 
@@ -164,8 +164,8 @@ _ATTENTION = """_scaled_dot_product_flash_attention _scaled_dot_product_flash_at
     _flash_attention_backward _efficient_attention_forward _efficient_attention_backward"""
 
 _CUDA_HALF_OPS = f"""_convolution convolution convolution_backward convolution_overrideable
-    cudnn_convolution cudnn_convolution_transpose conv_tbc conv_tbc_backward mm addmm _addmm_activation
-    bmm baddbmm addbmm mv addmv addr linalg_vecdot chain_matmul linalg_multi_dot prelu linear matmul
+    cudnn_convolution cudnn_convolution_transpose conv_tbc conv_tbc_backward mm addmm
+    _addmm_activation bmm baddbmm addbmm mv addmv addr linalg_vecdot chain_matmul linalg_multi_dot prelu linear matmul
     _thnn_fused_lstm_cell _thnn_fused_gru_cell {_ATTENTION}"""
 _CUDA_HALF = _rows(Rule.HALF, "autocast CUDA: lower_precision_fp", _CUDA_HALF_OPS)
 
@@ -314,7 +314,9 @@ AUTOCAST_CPU = Table(
     ruled_backward=False,
 )
 
-TABLES: Mapping[str, Table] = {table.name: table for table in (PAINTED, AUTOCAST_CUDA, AUTOCAST_CPU)}
+TABLES: Mapping[str, Table] = {
+    table.name: table for table in (PAINTED, AUTOCAST_CUDA, AUTOCAST_CPU)
+}
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ One walk in graph order carries a state for each value: 16-bit, fp32, or weak. W
 and constants: beside 16-bit data they do not raise the result to fp32, as TensorFlow's grappler
 paints ops that lie between matrix products; so a scale or a mask does not make a chain bounce. What
 leads into an fp32 op is not rounded on the way there: probabilities before a logarithm, an offset
-before a variance. The op's rule, the user's pins and overrides, and the kernels at hand decide in that order of strength
-from weakest to strongest. Backward nodes follow the forward node whose gradient they compute.
+before a variance. Weakest to strongest, the op's rule, the user's pins, the user's overrides and
+the kernels at hand decide. Backward nodes follow the forward node whose gradient they compute.
 
 The graph is only annotated: ``insert-casts`` makes it real.
 """
@@ -50,7 +50,9 @@ class AssignPrecision(GraphPass):
         if ctx.half is torch.float32 or ctx.roles.kind is GraphKind.UPDATE:
             return 0
         painter = _Painter(
-            ctx, build_overrides(ctx.config.keep_fp32, ctx.config.keep_half), forward_links(gm.graph)
+            ctx,
+            build_overrides(ctx.config.keep_fp32, ctx.config.keep_half),
+            forward_links(gm.graph),
         )
         for node in gm.graph.nodes:
             painter.paint(node)
@@ -135,7 +137,9 @@ class _Painter:
         self.decided[node] = decision
 
     def _decide(self, node: Node) -> None:
-        decision = self._supported(node, self._overridden(node) or self._pinned(node) or self._ruled(node))
+        decision = self._supported(
+            node, self._overridden(node) or self._pinned(node) or self._ruled(node)
+        )
         if decision.precision.stores_half and all(
             tensor.dim() == 0 for tensor in nodes.tensor_values(node)
         ):
@@ -258,7 +262,11 @@ class _Painter:
         )
 
     def _promote(self, node: Node, source: str) -> Decision:
-        floats = [arg for arg in nodes.input_nodes(node) if arg in self.states and not decisions.is_number(arg)]
+        floats = [
+            arg
+            for arg in nodes.input_nodes(node)
+            if arg in self.states and not decisions.is_number(arg)
+        ]
         wide = [arg for arg in floats if self.states[arg] is not _State.HALF]
         if wide or not floats:
             reads = f"reads fp32 %{wide[0].name}" if wide else "reads no 16-bit value"
@@ -341,4 +349,3 @@ class _Painter:
         if not decisions.half_results(node, decision.precision, self.ctx.half, entry):
             return Decision(Precision.FP32, f"its result stays fp32 for {self.ctx.half} inputs")
         return decision
-

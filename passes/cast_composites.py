@@ -95,20 +95,44 @@ def _is_f32_or_mask(node: Node) -> bool:
 
 
 def _cast_attention(node: Node, half: torch.dtype) -> None:
-    """Cast the floating inputs of an attention call, the mask among them, and its result back."""
+    """Cast query, key and value of an attention call, the mask where it must be, and the result."""
     pin = Pin(PinScope.OWN_CAST, "cast-composites: attention takes 16-bit inputs")
     graph = node.graph
     for arg in _tensor_args(node):
         val = _example(arg)
         assert val is not None
-        if val.dtype is torch.float32:
-            with graph.inserting_before(node):
-                node.replace_input_with(arg, _call_to(graph, arg, half, node, pin))
+        if val.dtype is not torch.float32 or _may_stay_fp32(node, arg):
+            continue
+        with graph.inserting_before(node):
+            held = _held_mask(graph, arg, half) if _is_mask(node, arg) else arg
+            node.replace_input_with(arg, _call_to(graph, held, half, node, pin))
+    set_pin(node, pin)  # where attention is traced as its parts, those widen what was cast: drop it
     result = node.meta["example_value"]
     node.meta["example_value"] = result.to(half)
     with graph.inserting_after(node):
         wide = _call_to(graph, node, torch.float32, node, pin)
     node.replace_all_uses_with(wide, delete_user_cb=lambda user: user is not wide)
+
+
+def _is_mask(node: Node, arg: Node) -> bool:
+    return arg is _argument(node, 3, "attn_mask", None) and arg not in node.args[:3]
+
+
+def _may_stay_fp32(node: Node, arg: Node) -> bool:
+    """A mask beside 16-bit queries: CPU kernels add it in fp32, CUDA's want it in their dtype."""
+    val = _example(arg)
+    return val is not None and val.device.type == "cpu" and _is_mask(node, arg)
+
+
+def _held_mask(graph: Graph, mask: Node, half: torch.dtype) -> Node:
+    """Keep finite entries finite in ``half``: a row of float32's lowest is no row of -inf."""
+    val = mask.meta["example_value"]
+    clamped = graph.call_method("clamp", (mask, torch.finfo(half).min))
+    infinite = graph.call_function(torch.isneginf, (mask,))
+    held = graph.call_method("masked_fill", (clamped, infinite, float("-inf")))
+    clamped.meta["example_value"] = held.meta["example_value"] = val
+    infinite.meta["example_value"] = val.bool()
+    return held
 
 
 def _call_to(graph: Graph, source: Node, dtype: torch.dtype, beside: Node, pin: Pin) -> Node:

@@ -18,7 +18,8 @@ from mpcompile.pass_base import GraphPass, PassContext, Stage
 
 _FULL_VIEWS = frozenset(
     f"aten.{op}"
-    for op in "view _unsafe_view reshape permute t transpose unsqueeze squeeze expand detach alias".split()
+    for op in """view _unsafe_view reshape permute t transpose unsqueeze squeeze expand detach
+    alias""".split()
 )
 
 

@@ -35,7 +35,9 @@ class GraphBreak(NamedTuple):
     line: str
 
 
-def install_context(build: Callable[[dict[str, Any]], ContextCtor], is_ours: Callable[[Any], bool]) -> None:
+def install_context(
+    build: Callable[[dict[str, Any]], ContextCtor], is_ours: Callable[[Any], bool]
+) -> None:
     """Let Dynamo enter a context of ours around each call of a function compiled with our backend.
 
     Args:

@@ -59,20 +59,20 @@ def refuse_unsupported(gm: GraphModule) -> None:
         source, val = source_of(node), node.meta.get("example_value")
         if "_fsdp_wrapped_module" in source or "_fsdp_param" in source:
             raise CaptureError(
-                f"input {source}: the parameter is managed by FSDP, whose own mixed precision casts "
-                "and shards it between our graphs. Use FSDP's MixedPrecision(Policy) with "
+                f"input {source}: the parameter is managed by FSDP, whose own mixed precision "
+                "casts and shards it between our graphs. Use FSDP's MixedPrecision(Policy) with "
                 "backend='inductor', or DistributedDataParallel with this backend."
             )
-        if isinstance(val, Tensor) and is_traceable_wrapper_subclass(val):
+        if isinstance(val, Tensor) and _is_subclass(val):
             raise CaptureError(
-                f"input {source}: {_subclass_name(val)} is a tensor subclass; how its parts may be "
+                f"input {source}: {type(val).__name__} is a tensor subclass; how its parts may be "
                 "cast is not known. Use plain tensors with this backend, or backend='inductor'. "
                 "DTensor comes from FSDP2 and tensor parallelism, which are not supported."
             )
 
 
-def _subclass_name(val: Tensor) -> str:
-    return type(val).__name__
+def _is_subclass(val: object) -> bool:
+    return bool(is_traceable_wrapper_subclass(val))
 
 
 def warn_half_parameters(gm: GraphModule) -> None:
@@ -87,9 +87,8 @@ def warn_half_parameters(gm: GraphModule) -> None:
     if half:
         dtype = str(half[0].meta["example_value"].dtype).removeprefix("torch.")
         warnings.warn(
-            f"mpcompile: {len(half)} parameters are {dtype} ({source_of(half[0])} is the first). They "
-            "are trained as written, and updates smaller than half a unit in their last place are "
-            "lost. Keep the model in float32: mpcompile casts inside the step.",
+            f"mpcompile: {len(half)} parameters are {dtype} ({source_of(half[0])} is the first). "
+            "They are trained as written: updates below half a unit in their last place are lost. Keep the model in float32: mpcompile casts inside the step.",
             stacklevel=2,
         )
 

@@ -97,7 +97,11 @@ def _trial(node: Node, half: torch.dtype, casts: set[Node]) -> frozenset[int]:
     def operand(arg: Node) -> Any:
         val = nodes.value(arg)
         narrow = arg in casts and isinstance(val, Tensor) and val.dtype is torch.float32
-        return torch.empty_strided(val.shape, val.stride(), dtype=half, device=val.device) if narrow else val
+        return (
+            torch.empty_strided(val.shape, val.stride(), dtype=half, device=val.device)
+            if narrow
+            else val
+        )
 
     with mode:
         args, kwargs = pytree.tree_map_only(Node, operand, (node.args, node.kwargs))
@@ -106,4 +110,6 @@ def _trial(node: Node, half: torch.dtype, casts: set[Node]) -> frozenset[int]:
         except (RuntimeError, TypeError, ValueError):
             return frozenset()
     flat = list(found) if isinstance(found, (tuple, list)) else [found]
-    return frozenset(i for i, val in enumerate(flat) if isinstance(val, Tensor) and val.dtype is half)
+    return frozenset(
+        i for i, val in enumerate(flat) if isinstance(val, Tensor) and val.dtype is half
+    )

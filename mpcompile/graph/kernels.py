@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.fx import Node
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mpcompile.graph import decisions, nodes
@@ -90,7 +90,9 @@ def _run(node: Node, dtype: torch.dtype, num_casts: int | None, sizes: Any) -> s
         for arg, shape in zip(inputs, shapes, strict=True)
     }
     args, kwargs = pytree.tree_map_only(
-        Node, lambda arg: made[arg] if arg in made else _hint(nodes.value(arg)), (node.args, node.kwargs)
+        Node,
+        lambda arg: made[arg] if arg in made else _hint(nodes.value(arg)),
+        (node.args, node.kwargs),
     )
     try:
         cast(Any, node.target)(*args, **kwargs)
@@ -114,7 +116,8 @@ def _hint(val: Any) -> Any:
 
 # Kernels do not all check that sizes fit, so made-up sizes are for ops where any do.
 _ANY_SQUARE = frozenset(
-    f"aten.{op}" for op in "mm bmm addmm baddbmm addbmm mv addmv addr dot vdot linalg_vecdot".split()
+    f"aten.{op}"
+    for op in "mm bmm addmm baddbmm addbmm mv addmv addr dot vdot linalg_vecdot".split()
 )
 
 

@@ -59,9 +59,7 @@ def build_overrides(keep_fp32: Sequence[str], keep_half: Sequence[str]) -> tuple
     )
 
 
-def find_override(
-    overrides: Sequence[Override], node: Node, forward: Node
-) -> Override | None:
+def find_override(overrides: Sequence[Override], node: Node, forward: Node) -> Override | None:
     """Return the most specific entry that names ``node``; of equals the first."""
     best: Override | None = None
     narrowest = 0

@@ -1,8 +1,8 @@
 """Marks that outlive decomposition: what Dynamo's graph says about precision, read again in ATen.
 
 ``x.float()`` on an fp32 tensor, an ``autocast(enabled=False)`` region and the name of a loss are
-visible in Dynamo's graph and gone in ATen. The ``custom`` metadata of a node is copied to every node
-that is traced from it, and by AOTAutograd to their backward nodes, so the mark goes there.
+visible in Dynamo's graph and gone in ATen. The ``custom`` metadata of a node is copied to every
+node that is traced from it, and by AOTAutograd to their backward nodes, so the mark goes there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Print a graph as text: one node a line, equal graphs give equal text.
 
-    %addmm: bf16[8,64] = aten.addmm(%primals_2, %x, %permute)
+%addmm: bf16[8,64] = aten.addmm(%primals_2, %x, %permute)
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ def format_value(val: Any) -> str:
         return f"{format_dtype(val.dtype)}[{','.join(str(size) for size in val.shape)}]"
     if isinstance(val, (tuple, list)):
         return f"({', '.join(format_value(part) for part in val)})"
-    return f"Sym({val})" if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) else str(val)
+    return (
+        f"Sym({val})"
+        if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        else str(val)
+    )
 
 
 def format_node(node: Node) -> str:

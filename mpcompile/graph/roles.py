@@ -122,9 +122,7 @@ def _mutated_inputs(graph: Graph) -> Iterator[Node]:
                     yield node
 
 
-def _kind(
-    inputs: dict[Node, InputRole], mutated: frozenset[Node], has_tangents: bool
-) -> GraphKind:
+def _kind(inputs: dict[Node, InputRole], mutated: frozenset[Node], has_tangents: bool) -> GraphKind:
     """A graph without backward that writes to anything but a module's buffers is an update.
 
     That is an optimizer, a clip that scales gradients in place, an average of weights; their

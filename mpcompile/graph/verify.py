@@ -82,7 +82,7 @@ def _verify_type(node: Node, where: str) -> None:
     except (RuntimeError, TypeError, ValueError) as error:
         raise GraphVerifyError(
             f"{where}: {format_node(node)} ({nodes.user_line(node) or 'no user line'}) cannot take "
-            f"its inputs {[format_value(nodes.value(n)) for n in nodes.input_nodes(node)]}: {error}. "
+            f"its inputs {_input_types(node)}: {error}. "
             f"Keep it as traced with options={{'keep_fp32': ['{nodes.op_name(node)}']}}."
         ) from error
     if format_value(found) != format_value(nodes.value(node)):
@@ -90,3 +90,7 @@ def _verify_type(node: Node, where: str) -> None:
             f"{where}: {format_node(node)} is recorded as {format_value(nodes.value(node))} but "
             f"its inputs give {format_value(found)}; the rewrite forgot to refresh it."
         )
+
+
+def _input_types(node: Node) -> str:
+    return ", ".join(format_value(nodes.value(arg)) for arg in nodes.input_nodes(node))

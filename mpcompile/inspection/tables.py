@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tabulate import tabulate
 
@@ -26,7 +26,9 @@ def format_report(report: StepReport) -> str:
         _title("Casts", _format_casts(report.regions)),
     ]
     dtype = str(report.config.dtype).removeprefix("torch.")
-    head = f"mpcompile: dtype {dtype}, table {report.config.table}, lowering {report.config.lowering}"
+    head = (
+        f"mpcompile: dtype {dtype}, table {report.config.table}, lowering {report.config.lowering}"
+    )
     return "\n\n".join([head, *(part for part in parts if part)])
 
 
@@ -101,22 +103,22 @@ def _format_passes(regions: Sequence[RegionReport]) -> str:
 
 
 def _format_totals(regions: Sequence[RegionReport]) -> str:
-    rows = []
-    for region in regions:
-        before, after = region.ops_before, region.ops_after
-        for dtype in sorted(before.ops.keys() | after.ops.keys() | after.matmul_flops.keys()):
-            rows.append(
-                (
-                    region.index,
-                    dtype,
-                    before.ops.get(dtype, 0),
-                    after.ops.get(dtype, 0),
-                    format_flops(before.matmul_flops.get(dtype, 0)),
-                    format_flops(after.matmul_flops.get(dtype, 0)),
-                )
-            )
+    rows = (row for region in regions for row in _total_rows(region))
     headers = ("region", "dtype", "ops before", "after", "matmul before", "after")
     return _table(rows, headers)
+
+
+def _total_rows(region: RegionReport) -> Iterator[tuple[object, ...]]:
+    before, after = region.ops_before, region.ops_after
+    for dtype in sorted(before.ops.keys() | after.ops.keys() | after.matmul_flops.keys()):
+        yield (
+            region.index,
+            dtype,
+            before.ops.get(dtype, 0),
+            after.ops.get(dtype, 0),
+            format_flops(before.matmul_flops.get(dtype, 0)),
+            format_flops(after.matmul_flops.get(dtype, 0)),
+        )
 
 
 def _format_saved(regions: Sequence[RegionReport]) -> str:

@@ -2,14 +2,14 @@
 
 Written against torch 2.11 to 2.14: ``compile_fx(inner_compile=, decompositions=, config_patches=)``
 and ``config.joint_custom_pre_pass``, which sees joint graphs before they are partitioned and
-inference graphs too. If no ATen pass runs, the graph takes Inductor's own decompositions while it is
-traced, so that all passes off is plain Inductor bit for bit.
+inference graphs too. If no ATen pass runs, the graph takes Inductor's own decompositions while it
+is traced, so that all passes off is plain Inductor bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -33,22 +33,21 @@ def lower(gm: GraphModule, inputs: Sequence[Any], mode: str, rewriter: Rewriter)
     # A hit in AOTAutograd's cache would skip the passes, and the report with them. The cache of
     # generated code below it is keyed by the rewritten graph and by the passes, and stays on.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        compiled: Compiled = compile_fx(
+        compiled = compile_fx(
             gm,
             inputs,
             inner_compile=inner,
             decompositions=TRACING_DECOMPOSITIONS if active else None,
             config_patches=patches,
         )
-    return compiled
+    return cast(Compiled, compiled)
 
 
 def lower_stock(gm: GraphModule, inputs: Sequence[Any], mode: str | None) -> Compiled:
     """Compile ``gm`` as ``backend="inductor"`` would, with nothing of ours in between."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Compiled = compile_fx(gm, inputs, config_patches=_mode_patches(mode))
-    return compiled
+    return cast(Compiled, compile_fx(gm, inputs, config_patches=_mode_patches(mode)))
 
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:
