@@ -27,7 +27,7 @@ VARIANTS: tuple[Mapping[str, Any], ...] = (
     {},
     {"disable": ["fold-casts"]},
     {"disable": ["assign-precision"]},
-    {"keep_fp32": ["readout"]},
+    {"keep_fp32": ["model.readout"]},
     {"keep_fp32": ["aten.gelu"]},
     {"table": "autocast-cpu"},
     {"dtype": "float32"},

@@ -165,7 +165,8 @@ _ATTENTION = """_scaled_dot_product_flash_attention _scaled_dot_product_flash_at
 
 _CUDA_HALF_OPS = f"""_convolution convolution convolution_backward convolution_overrideable
     cudnn_convolution cudnn_convolution_transpose conv_tbc conv_tbc_backward mm addmm
-    _addmm_activation bmm baddbmm addbmm mv addmv addr linalg_vecdot chain_matmul linalg_multi_dot prelu linear matmul
+    _addmm_activation bmm baddbmm addbmm mv addmv addr linalg_vecdot chain_matmul linalg_multi_dot
+    prelu linear matmul
     _thnn_fused_lstm_cell _thnn_fused_gru_cell {_ATTENTION}"""
 _CUDA_HALF = _rows(Rule.HALF, "autocast CUDA: lower_precision_fp", _CUDA_HALF_OPS)
 

@@ -88,7 +88,8 @@ def warn_half_parameters(gm: GraphModule) -> None:
         dtype = str(half[0].meta["example_value"].dtype).removeprefix("torch.")
         warnings.warn(
             f"mpcompile: {len(half)} parameters are {dtype} ({source_of(half[0])} is the first). "
-            "They are trained as written: updates below half a unit in their last place are lost. Keep the model in float32: mpcompile casts inside the step.",
+            "They are trained as written: updates below half a unit in their last place are lost. "
+            "Keep the model in float32: mpcompile casts inside the step.",
             stacklevel=2,
         )
 
