@@ -40,15 +40,21 @@ class FoldCasts(GraphPass):
     def run(self, gm: GraphModule, ctx: PassContext) -> int:
         """Rewrite ``gm`` and return the number of casts folded."""
         count = 0
-        pending = [node for node in gm.graph.nodes if nodes.is_cast(node)]
-        while pending:
-            moved = [node for node in pending if _match_behind_view(node)]
-            for node in moved:
-                _move_before_view(node)
-            count += len(moved)
-            pending = moved
-        count += _drop_round_trips(gm.graph)
-        return count + _merge_equal(gm.graph)
+        while folded := _fold_once(gm.graph):  # a merge may leave a view with one reader
+            count += folded
+        return count
+
+
+def _fold_once(graph: Graph) -> int:
+    count = 0
+    pending = [node for node in graph.nodes if nodes.is_cast(node)]
+    while pending:
+        moved = [node for node in pending if _match_behind_view(node)]
+        for node in moved:
+            _move_before_view(node)
+        count += len(moved)
+        pending = moved
+    return count + _drop_round_trips(graph) + _merge_equal(graph)
 
 
 def _match_behind_view(node: Node) -> bool:
