@@ -68,7 +68,13 @@ def _find_support(
         return Support(not absent, "from the shipped table, as no CUDA device is here to be asked")
     if device.type not in ("cpu", "cuda"):
         return Support(True, f"not asked on {device.type}")
-    with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
+    forked = [device] if device.type == "cuda" else []
+    with (
+        unset_fake_temporarily(),
+        _disable_current_modes(),
+        torch.no_grad(),
+        torch.random.fork_rng(forked),
+    ):
         for sizes in (_tiny_sizes, _own_sizes, _unit_batch_sizes):
             if _run(node, torch.float32, None, sizes) is None:
                 error = _run(node, dtype, num_casts, sizes)

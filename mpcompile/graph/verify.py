@@ -63,6 +63,12 @@ def verify_visible(graph: Graph, visible: list[Visible], where: str) -> None:
         GraphVerifyError: it did not.
     """
     now = visible_types(graph)
+    if len(now) != len(visible):
+        raise GraphVerifyError(
+            f"{where}: the graph had {len(visible)} visible values and has {len(now)}; the program "
+            f"would miss one. Switch the pass off with options={{'disable': ['{where}']}} and "
+            "report the graph."
+        )
     for was, is_now in zip(visible, now, strict=True):
         if was != is_now:
             raise GraphVerifyError(
