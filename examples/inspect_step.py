@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import mpcompile
 from mpcompile.errors import ConfigError
 from mpcompile.inspection.report import RegionReport, StepReport
+from mpcompile.inspection.tables import format_bytes
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -29,7 +30,7 @@ VARIANTS: tuple[Mapping[str, Any], ...] = (
     {"disable": ["assign-precision"]},
     {"keep_fp32": ["model.readout"]},
     {"keep_fp32": ["aten.gelu"]},
-    {"table": "autocast-cpu"},
+    {"table": "autocast-cuda"},
     {"dtype": "float32"},
 )
 
@@ -89,21 +90,21 @@ def show_passes(region: RegionReport) -> None:
     print(region.graph.diff("fold-casts"))
 
 
-def compare_options(step: Step, x: Tensor, labels: Tensor, options: Mapping[str, Any]) -> None:
+def compare_options(step: Step, x: Tensor, labels: Tensor) -> None:
     """Explain the same step under different options and print one row for each."""
     rows = []
     for variant in VARIANTS:
-        report = mpcompile.explain(step, x, labels, options={**options, **variant})
+        report = mpcompile.explain(step, x, labels, options=variant)
         region = training_region(report)
         rows.append(
             (
                 ", ".join(f"{name}={value}" for name, value in variant.items()) or "(defaults)",
                 len(region.casts),
                 f"{region.ops_after.half_share() or 0:.0%}",
-                " + ".join(f"{size} {dtype}" for dtype, size in sorted(region.saved_bytes.items())),
+                " + ".join(f"{format_bytes(n)} {t}" for t, n in sorted(region.saved_bytes.items())),
             )
         )
-    headers = ["options", "casts", "16-bit matmul FLOPs", "bytes saved for backward"]
+    headers = ["options", "casts", "16-bit matmul FLOPs", "saved for backward"]
     print(tabulate(rows, headers=headers))
 
 
@@ -116,16 +117,14 @@ def show_reasons(region: RegionReport, limit: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Explain one step in five ways."""
     parser = argparse.ArgumentParser(description="Look at what mpcompile does to a training step.")
-    parser.add_argument("--lowering", default="eager", help="inductor or eager (default: eager)")
     parser.add_argument("--batch-size", type=int, default=32, help="rows (default: 32)")
     arguments = parser.parse_args(argv)
-    options = {"lowering": arguments.lowering}
 
     torch.manual_seed(0)
     step = build_step()
     x = torch.randn(arguments.batch_size, 64)
     labels = torch.randint(16, (arguments.batch_size,))
-    report = mpcompile.explain(step, x, labels, options=options)
+    report = mpcompile.explain(step, x, labels)
     region = training_region(report)
 
     print(f"1. The report\n\n{report}")
@@ -134,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n3. Between the passes\n")
     show_passes(region)
     print("\n4. The same step under other options\n")
-    compare_options(step, x, labels, options)
+    compare_options(step, x, labels)
     print("\n5. A mistake in the options is named, with the right values\n")
     try:
         mpcompile.explain(step, x, labels, options={"disable": ["fold-cast"], "dtype": "bf17"})

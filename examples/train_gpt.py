@@ -347,8 +347,7 @@ def parse_settings(argv: Sequence[str] | None) -> Settings:
         flag = "--" + option.name.replace("_", "-")
         parser.add_argument(flag, default=option.default, help=option.metadata["help"], **kind)
     settings = Settings(**vars(parser.parse_args(argv)))
-    mistake = find_mistake(settings)
-    if mistake:
+    if mistake := find_mistake(settings):
         parser.error(mistake)
     return settings
 
@@ -379,6 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{sum(p.numel() for p in GPT(settings).parameters()) / 1e6:.2f} M parameters"
     )
     plain = "inductor" if settings.lowering == "inductor" else "aot_eager"
+    torch.compile(torch.sin, backend=plain)(torch.ones(8))  # starts the compiler, for neither run
     runs = [train(corpus, settings, settings.backend, settings.run_dtype)]
     if settings.compare and (settings.backend, settings.run_dtype) != (plain, "float32"):
         runs.append(train(corpus, settings, plain, "float32"))
