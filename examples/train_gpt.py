@@ -325,9 +325,9 @@ def plot_losses(runs: Sequence[Run], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(title="Training (lines), validation (dots)", xlabel="step")
     axes.set_ylabel("loss, nats per byte")
-    for run, colour in zip(runs, ("tab:orange", "tab:blue"), strict=False):
-        axes.plot(range(1, len(run.losses) + 1), run.losses, color=colour, lw=0.8, label=run.name)
-        axes.plot(*zip(*run.validation.items(), strict=True), "o", color=colour)
+    for run, colour, wide in zip(runs, ("tab:orange", "tab:blue"), (3.0, 0.8), strict=False):
+        axes.plot(range(1, len(run.losses) + 1), run.losses, colour, lw=wide, label=run.name)
+        axes.plot(*zip(*run.validation.items(), strict=True), "o", color=colour, ms=5 + 2 * wide)
     axes.grid(alpha=0.3)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
