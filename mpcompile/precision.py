@@ -45,7 +45,7 @@ class Rule(enum.Enum):
     PROMOTE = "promote"  # widest of the inputs, parameters included
     NEUTRAL = "neutral"  # follows the data that reaches it, and rounds once
     EXACT = "exact"  # follows the data that reaches it, and cannot round: selection, relu, padding
-    MIXED = "mixed"  # follows its first input; the other inputs and statistics stay fp32
+    MIXED = "mixed"  # computes in fp32, and stores its first result as its first input is stored
     MOVE = "move"  # moves data of one input: never a reason to cast
     RANDOM = "random"  # draws random numbers: computed as traced, or the stream would change
 
@@ -149,7 +149,7 @@ _NEUTRAL = _rows(
 
 _MIXED = _rows(
     Rule.MIXED,
-    "kernel takes 16-bit data with fp32 weights and statistics",
+    "data is kept as it arrives, weights and statistics in fp32",
     """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
     _native_batch_norm_legit_no_training native_batch_norm_backward cudnn_batch_norm
     cudnn_batch_norm_backward batch_norm_with_update _batch_norm_with_update
@@ -278,7 +278,7 @@ AUTOCAST_CUDA = Table(
 
 _CPU_MIXED = _rows(
     Rule.MIXED,
-    "autocast CPU: falls through to a kernel that takes 16-bit data with fp32 weights",
+    "autocast CPU: falls through to a kernel for 16-bit data with fp32 weights",
     "native_layer_norm native_group_norm",
 )
 AUTOCAST_CPU = Table(

@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 
 from mpcompile.graph import decisions, nodes
 from mpcompile.graph.kernels import has_half_kernel
-from mpcompile.graph.links import forward_links
+from mpcompile.graph.links import Links, find_links
 from mpcompile.graph.overrides import Override, build_overrides, find_override
 from mpcompile.graph.pins import PinScope, pin_of
 from mpcompile.graph.roles import GraphKind
@@ -52,7 +52,7 @@ class AssignPrecision(GraphPass):
         painter = _Painter(
             ctx,
             build_overrides(ctx.config.keep_fp32, ctx.config.keep_half),
-            forward_links(gm.graph),
+            find_links(gm.graph),
         )
         for node in gm.graph.nodes:
             painter.paint(node)
@@ -80,7 +80,7 @@ class _Painter:
 
     ctx: PassContext
     overrides: tuple[Override, ...]
-    links: dict[Node, Node]
+    links: Links
     states: dict[Node, _State] = field(default_factory=dict)
     decided: dict[Node, Decision] = field(default_factory=dict)
     feeding: dict[Node, Node | None] = field(default_factory=dict)
@@ -167,7 +167,9 @@ class _Painter:
         given = self.ctx.assigned.get(node.name)
         if given is not None:
             return Decision(Precision(given), "assignment read from file")
-        entry = find_override(self.overrides, node, self.links.get(node, node))
+        if node in self.links.sums:
+            return None
+        entry = find_override(self.overrides, node, self.links.origin(node))
         if entry is None:
             return None
         self.ctx.used_overrides.add(entry.pattern)
@@ -179,7 +181,7 @@ class _Painter:
     def _pinned(self, node: Node) -> Decision | None:
         pin = pin_of(node)
         entry = self._entry(node)
-        if pin is None or entry.rule is Rule.MOVE:
+        if pin is None or entry.rule is Rule.MOVE or node in self.links.sums:
             return None
         if pin.scope is PinScope.OWN_CAST:
             return Decision(Precision.HALF, pin.why) if nodes.is_cast(node) else None
@@ -194,13 +196,11 @@ class _Painter:
 
     def _ruled(self, node: Node) -> Decision:
         entry = self._entry(node)
-        forward = self.links.get(node)
+        forward = self.links.forward.get(node)
         if entry.rule is Rule.MOVE:
             return self._follow_first(node)
-        if forward is not None and not self.table.ruled_backward:
-            return self._follow_forward(node, forward)
         if nodes.is_backward(node) and not self.table.ruled_backward:
-            return self._promote(node, "autograd adds gradients in the dtype they arrive in")
+            return self._follow_autograd(node, forward)
         if entry.rule is Rule.HALF:
             return Decision(Precision.HALF, entry.source)
         if entry.rule is Rule.FP32:
@@ -208,11 +208,11 @@ class _Painter:
         if entry.rule is Rule.PROMOTE:
             return self._promote(node, entry.source)
         if entry.rule is Rule.RANDOM:
-            return self._follow_random(node, entry)
+            return self._keep_stored(node, entry)
         if forward is not None and self._entry(forward).rule is not Rule.MOVE:
             return self._follow_forward(node, forward)
         if entry.rule is Rule.MIXED:
-            return self._follow_first(node)
+            return self._keep_stored(node, entry)
         return self._paint_neutral(node, entry)
 
     # --- how the rules read the states -----------------------------------------------------------
@@ -235,7 +235,8 @@ class _Painter:
         follows = f"follows %{inputs[0].name}" if inputs else "no input"
         return Decision(Precision.HALF if half else Precision.FP32, follows)
 
-    def _follow_random(self, node: Node, entry: Entry) -> Decision:
+    def _keep_stored(self, node: Node, entry: Entry) -> Decision:
+        """Compute in fp32, store as the first input is stored."""
         if not nodes.input_nodes(node) or self._first_state(node) is not _State.HALF:
             return Decision(Precision.FP32, entry.source)
         if self.table.ruled_backward and (sink := self._fp32_reader(node)) is not None:
@@ -248,13 +249,25 @@ class _Painter:
             reason = decision.reason if decision else "as written"
             return Decision(Precision.FP32, f"gradient of %{forward.name} ({reason})")
         reason = f"gradient of %{forward.name}"
-        if self.table.ruled_backward and not self._is_all_half(node):
+        if not decision.precision.computes_half or not self._is_all_half(node):
             return Decision(Precision.FP32_HALF, f"{reason}, reads fp32 values")
         return Decision(Precision.HALF, reason)
 
+    def _follow_autograd(self, node: Node, forward: Node | None) -> Decision:
+        """Autocast leaves backward alone: a gradient has the dtype of the value it belongs to."""
+        target = self.links.gradient_of(node)
+        stores_half = target is not None and self.states.get(target) is _State.HALF
+        reason = f"gradient of %{target.name}" if target is not None else "gradient"
+        given = decisions.get(forward) if forward is not None else None
+        if given is not None:
+            computes_half = given.precision.computes_half
+        else:
+            computes_half = self._is_all_half(node) and (stores_half or target is None)
+        if computes_half:
+            return Decision(Precision.HALF, reason)
+        return Decision(Precision.FP32_HALF if stores_half else Precision.FP32, reason)
+
     def _is_all_half(self, node: Node) -> bool:
-        if self._entry(node).rule is Rule.MIXED:
-            return self._first_state(node) is _State.HALF
         return all(
             self.states.get(arg, _State.HALF) is _State.HALF
             for arg in nodes.input_nodes(node)
@@ -342,8 +355,7 @@ class _Painter:
             return decision
         if nodes.is_cast(node):
             return decision
-        casts = decisions.data_inputs(node, entry)
-        support = has_half_kernel(node, self.ctx.half, casts)
+        support = has_half_kernel(node, self.ctx.half)
         if not support.ok:
             return Decision(Precision.FP32, f"no {self.ctx.half} kernel ({support.reason})")
         if not decisions.half_results(node, decision.precision, self.ctx.half, entry):

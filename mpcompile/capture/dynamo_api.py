@@ -65,12 +65,15 @@ def context_ctor_of(compiled: Any) -> Any:
     """Return the constructor that Dynamo enters around calls of ``compiled``, or None.
 
     Args:
-        compiled: what ``torch.compile`` returned, or a bound method of such.
+        compiled: what ``torch.compile`` returned, a bound method of such, or a module that
+            ``module.compile()`` compiled in place.
     """
     from torch._dynamo.eval_frame import OptimizedModule, _TorchDynamoContext
 
     if isinstance(compiled, OptimizedModule):
         return compiled.dynamo_ctx._backend_ctx_ctor
+    if isinstance(compiled, torch.nn.Module):  # compiled in place by ``module.compile()``
+        compiled = compiled._compiled_call_impl
     function = getattr(compiled, "__func__", compiled)
     for cell in getattr(function, "__closure__", None) or ():
         if isinstance(cell.cell_contents, _TorchDynamoContext):

@@ -94,9 +94,12 @@ def warn_half_parameters(gm: GraphModule) -> None:
         )
 
 
-def is_trained(gm: GraphModule) -> bool:
-    """Whether a gradient can flow to any input of Dynamo's graph."""
-    return torch.is_grad_enabled() and any(
-        isinstance(val := node.meta.get("example_value"), Tensor) and val.requires_grad
-        for node in gm.graph.find_nodes(op="placeholder")
-    )
+def computes_with_grad(gm: GraphModule) -> bool:
+    """Whether Dynamo's graph computes anything outside ``torch.no_grad()``, its own or around it."""
+    enabled = torch.is_grad_enabled()
+    for node in gm.graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        elif enabled and node.op in ("call_function", "call_method"):
+            return True
+    return False

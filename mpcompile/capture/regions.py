@@ -47,7 +47,7 @@ def _begin_report(gm: GraphModule, session: Session) -> RegionReport:
     region = RegionReport(
         index=len(session.report.regions),
         dynamo_before=format_graph(gm.graph),
-        grad_enabled=torch.is_grad_enabled(),
+        grad_enabled=graph_inputs.computes_with_grad(gm),
         ended_by=found.reason if found else "",
         ended_at=found.line if found else "",
     )

@@ -31,20 +31,9 @@ def is_pointwise(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
-def data_inputs(node: Node, entry: Entry) -> int | None:
-    """How many leading tensor inputs a 16-bit kernel takes in 16 bits; None means all.
-
-    Batch normalisation takes its data (backward: gradient and data) in 16 bits beside fp32 weights
-    and statistics.
-    """
-    if entry.rule is not Rule.MIXED:
-        return None
-    return 2 if nodes.op_name(node).endswith("_backward") else 1
-
-
-def cast_inputs(node: Node, entry: Entry) -> list[Node]:
+def cast_inputs(node: Node) -> list[Node]:
     """Return the inputs that a 16-bit kernel of ``node`` takes in 16 bits, repeats left out."""
-    inputs = dict.fromkeys(nodes.input_nodes(node)[: data_inputs(node, entry)])
+    inputs = dict.fromkeys(nodes.input_nodes(node))
     numbers = is_pointwise(node)
     return [arg for arg in inputs if not (numbers and is_number(arg)) and not is_statistic(arg)]
 
@@ -83,10 +72,10 @@ def half_results(
     if precision is Precision.FP32:
         return frozenset()
     if precision is Precision.FP32_HALF:
-        return floats
+        return floats & {0} if entry.rule is Rule.MIXED else floats
     if nodes.is_cast(node) or entry.rule is Rule.MOVE or nodes.has_unbacked_sizes(node):
         return floats
-    return _trial(node, half, set(cast_inputs(node, entry)))
+    return _trial(node, half, set(cast_inputs(node)))
 
 
 def _trial(node: Node, half: torch.dtype, casts: set[Node]) -> frozenset[int]:

@@ -42,27 +42,20 @@ class Support:
 _known: dict[tuple[object, ...], Support] = {}
 
 
-def has_half_kernel(node: Node, dtype: torch.dtype, num_casts: int | None) -> Support:
+def has_half_kernel(node: Node, dtype: torch.dtype) -> Support:
     """Whether the kernel behind ``node`` runs with fp32 inputs cast to ``dtype``.
 
     The answer is kept per op, dtype, device type and ranks of the inputs.
-
-    Args:
-        node: node whose op and inputs' fake values are tried.
-        dtype: 16-bit dtype.
-        num_casts: how many leading tensor inputs are cast; None for all.
     """
     inputs = [cast(Tensor, nodes.value(arg)) for arg in nodes.input_nodes(node)]
     device = inputs[0].device if inputs else torch.device("cpu")
-    key = (node.target, dtype, num_casts, device.type, tuple(tensor.dim() for tensor in inputs))
+    key = (node.target, dtype, device.type, tuple(tensor.dim() for tensor in inputs))
     if key not in _known:
-        _known[key] = _find_support(node, dtype, num_casts, device)
+        _known[key] = _find_support(node, dtype, device)
     return _known[key]
 
 
-def _find_support(
-    node: Node, dtype: torch.dtype, num_casts: int | None, device: torch.device
-) -> Support:
+def _find_support(node: Node, dtype: torch.dtype, device: torch.device) -> Support:
     if device.type == "cuda" and not torch.cuda.is_available():
         absent = nodes.op_name(node) in _ABSENT_CUDA
         return Support(not absent, "from the shipped table, as no CUDA device is here to be asked")
@@ -76,23 +69,20 @@ def _find_support(
         torch.random.fork_rng(forked),
     ):
         for sizes in (_tiny_sizes, _own_sizes, _unit_batch_sizes):
-            if _run(node, torch.float32, None, sizes) is None:
-                error = _run(node, dtype, num_casts, sizes)
+            if _run(node, torch.float32, sizes) is None:
+                error = _run(node, dtype, sizes)
                 return Support(error is None, error or "ran on a tiny input")
     return Support(False, "could not be tried on a small input")
 
 
-def _run(node: Node, dtype: torch.dtype, num_casts: int | None, sizes: Any) -> str | None:
+def _run(node: Node, dtype: torch.dtype, sizes: Any) -> str | None:
     """Run the op on zeros; return None, or the first line of what it raised."""
     inputs = nodes.input_nodes(node)
     shapes = sizes(node, [cast(Tensor, nodes.value(arg)) for arg in inputs])
     if shapes is None:
         return "no such input"
-    cast_args = set(inputs[:num_casts])
     made = {
-        arg: _zeros(
-            cast(Tensor, nodes.value(arg)), shape, dtype if arg in cast_args else torch.float32
-        )
+        arg: _zeros(cast(Tensor, nodes.value(arg)), shape, dtype)
         for arg, shape in zip(inputs, shapes, strict=True)
     }
     args, kwargs = pytree.tree_map_only(

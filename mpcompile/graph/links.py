@@ -6,30 +6,82 @@ was recorded and on every node that its backward ran (``meta["seq_nr"]``).
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch.fx import Graph, Node
 
 from mpcompile.graph import nodes
 
 
-def forward_links(graph: Graph) -> dict[Node, Node]:
-    """Map each backward node to its forward node; nodes that autograd added itself are missing.
+@dataclass(frozen=True)
+class Links:
+    """Where backward nodes come from.
+
+    Attributes:
+        forward: for a backward node the forward node whose gradient it computes.
+        sums: nodes with which autograd adds up the gradients of a value that is read twice. They
+            belong to no forward node, whatever number or module stack they carry.
+    """
+
+    forward: dict[Node, Node] = field(default_factory=dict)
+    sums: frozenset[Node] = frozenset()
+
+    def origin(self, node: Node) -> Node:
+        """Return the forward node of a backward one, else ``node`` itself."""
+        return self.forward.get(node, node)
+
+    def gradient_of(self, node: Node) -> Node | None:
+        """Return the forward node whose result ``node`` is a gradient of.
+
+        It is the one that the next reader differentiates; sums are passed through. None if
+        ``node`` is an intermediate value of one backward function, or a gradient of an input.
+        """
+        here = self.forward.get(node)
+        pending = list(node.users)
+        while pending:
+            reader = pending.pop()
+            if reader in self.sums:
+                pending.extend(reader.users)
+                continue
+            there = self.forward.get(reader)
+            if there is not None and there is not here:
+                return there
+        return None
+
+
+def find_links(graph: Graph) -> Links:
+    """Link the backward nodes of a joint graph.
 
     Forward nodes that need no gradient carry the number of the next one that does, so of several
     nodes with one number the last is meant.
     """
     recorded: dict[int, Node] = {}
-    links: dict[Node, Node] = {}
+    backward: list[Node] = []
     for node in graph.nodes:
         number = node.meta.get("seq_nr")
         if node.op != "call_function" or number is None:
             continue
-        if not nodes.is_backward(node):
-            if not nodes.is_getitem(node) and not _is_saved_result(node):
-                recorded[number] = node
-        elif number in recorded:
-            links[node] = recorded[number]
-    return links
+        if nodes.is_backward(node):
+            backward.append(node)
+        elif not nodes.is_getitem(node) and not _is_saved_result(node):
+            recorded[number] = node
+    last = max(recorded, default=None)
+    sums = {node for node in backward if node.meta["seq_nr"] == last and _adds_gradients(node)}
+    forward = {
+        node: recorded[node.meta["seq_nr"]]
+        for node in backward
+        if node not in sums and node.meta["seq_nr"] in recorded
+    }
+    return Links(forward, frozenset(sums))
+
+
+def _adds_gradients(node: Node) -> bool:
+    """Between two functions autograd's counter stands at the last forward one."""
+    return node.target is torch.ops.aten.add.Tensor and all(
+        isinstance(arg, Node) and (nodes.is_backward(arg) or arg.op == "placeholder")
+        for arg in node.args
+    )
 
 
 def _is_saved_result(node: Node) -> bool:

@@ -60,7 +60,7 @@ class RegionReport:
 
     Attributes:
         index: number of the region, in the order in which they were compiled.
-        grad_enabled: whether grad mode was on where the graph begins.
+        grad_enabled: whether anything in the graph is computed with grad mode on.
         ended_by: what ended the graph before its frame returned, or ''.
         ended_at: the user's line of it, or ''.
         kind: forward+backward, forward, or update; None until the graph was traced.

@@ -41,7 +41,7 @@ def test_kernels_that_fake_tensors_accept_are_refused(
     op: str, function: Callable[..., Any], shapes: list[tuple[int, ...]]
 ) -> None:
     support = has_half_kernel(
-        node_of(op, function, *(torch.ones(shape) for shape in shapes)), torch.bfloat16, None
+        node_of(op, function, *(torch.ones(shape) for shape in shapes)), torch.bfloat16
     )
     assert not support.ok
     assert "BFloat16" in support.reason
@@ -62,28 +62,15 @@ def test_kernels_that_run_are_accepted(
 ) -> None:
     gm = make_fx(function, tracing_mode="symbolic")(*(torch.ones(shape) for shape in shapes))
     (node,) = find(gm.graph, op)
-    support = has_half_kernel(node, dtype, None)
+    support = has_half_kernel(node, dtype)
     assert (support.ok, support.reason) == (True, "ran on a tiny input")
 
 
 def test_answer_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     node = node_of("aten.mm", torch.mm, torch.ones(2, 2), torch.ones(2, 2))
-    first = has_half_kernel(node, torch.bfloat16, None)
-    monkeypatch.setattr(kernels, "_find_support", None)
-    assert has_half_kernel(node, torch.bfloat16, None) is first
-
-
-def test_only_the_data_of_batch_norm_is_tried_in_16_bits() -> None:
-    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.batch_norm(x, None, None, weight, bias, training=True)
-
-    inputs = torch.ones(4, 3, 2, 2), torch.ones(3), torch.ones(3)
-    (node,) = [
-        node
-        for node in trace(norm, *inputs).graph.nodes
-        if node.op == "call_function" and "batch_norm" in str(node.target)
-    ]
-    assert has_half_kernel(node, torch.bfloat16, 1).ok
+    first = has_half_kernel(node, torch.bfloat16)
+    monkeypatch.setattr(kernels, "_find_support")
+    assert has_half_kernel(node, torch.bfloat16) is first
 
 
 @pytest.mark.parametrize(
@@ -104,7 +91,7 @@ def test_absent_cuda_is_answered_from_the_shipped_table(
     with mode:
         gm = make_fx(function)(x)
     (node,) = find(gm.graph, op)
-    support = has_half_kernel(node, torch.bfloat16, None)
+    support = has_half_kernel(node, torch.bfloat16)
     assert support.ok is is_supported
     assert "shipped table, as no CUDA device is here" in support.reason
 
@@ -116,7 +103,7 @@ def test_random_state_is_unchanged() -> None:
     gm = trace(draw, torch.full((4,), 0.5))
     before = torch.get_rng_state()
     for op in ("aten.bernoulli", "aten.native_dropout"):
-        has_half_kernel(find(gm.graph, op)[0], torch.bfloat16, None)
+        has_half_kernel(find(gm.graph, op)[0], torch.bfloat16)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -131,7 +118,7 @@ def test_ops_that_check_no_sizes_get_their_own() -> None:
     inputs = [arg.meta["val"] for arg in node.all_input_nodes]
     assert kernels._tiny_sizes(node, inputs) is None
     assert kernels._own_sizes(node, inputs) == sizes
-    assert has_half_kernel(node, torch.bfloat16, None).ok
+    assert has_half_kernel(node, torch.bfloat16).ok
 
 
 def test_large_input_is_tried_with_one_sample() -> None:
@@ -140,18 +127,18 @@ def test_large_input_is_tried_with_one_sample() -> None:
     inputs = [arg.meta["val"] for arg in node.all_input_nodes]
     assert kernels._own_sizes(node, inputs) is None
     assert kernels._unit_batch_sizes(node, inputs) == [(1, 3, 128, 128), (4, 3, 3, 3)]
-    assert has_half_kernel(node, torch.bfloat16, None).ok
+    assert has_half_kernel(node, torch.bfloat16).ok
 
 
 def test_input_that_cannot_be_made_small_is_left_in_fp32() -> None:
     node = node_of("aten.cumsum", lambda x: x.cumsum(0), torch.empty(5_000_000))
-    support = has_half_kernel(node, torch.bfloat16, None)
+    support = has_half_kernel(node, torch.bfloat16)
     assert (support.ok, support.reason) == (False, "could not be tried on a small input")
 
 
 def test_traced_values_stay_fake() -> None:
     node = node_of("aten.mm", torch.mm, torch.ones(2, 2), torch.ones(2, 2))
     before = node.meta["val"]
-    has_half_kernel(node, torch.bfloat16, None)
+    has_half_kernel(node, torch.bfloat16)
     assert node.meta["val"] is before
     assert torch.is_grad_enabled()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile.graph import nodes
-from mpcompile.graph.links import forward_links
+from mpcompile.graph.links import find_links
 from mpcompile.graph.verify import verify_graph, visible_types
 from tests.graph.trace import find, record, trace
 
@@ -71,7 +71,7 @@ def test_node_made_by_hand_has_no_line_and_no_module() -> None:
 
 def test_backward_nodes_are_linked_to_their_forward_node() -> None:
     graph = record(Net(), torch.ones(3, 4)).graphs[0]
-    links = forward_links(graph)
+    links = find_links(graph).forward
     found = {node.name: nodes.op_name(links[node]) for node in find(graph, "aten.mm")}
     assert set(found.values()) == {"aten.addmm"}
     assert len({links[node] for node in find(graph, "aten.mm")}) == 4
@@ -81,7 +81,7 @@ def test_backward_nodes_are_linked_to_their_forward_node() -> None:
 
 def test_forward_nodes_have_no_link() -> None:
     graph = record(Net(), torch.ones(3, 4)).graphs[0]
-    assert not any(not nodes.is_backward(node) for node in forward_links(graph))
+    assert not any(not nodes.is_backward(node) for node in find_links(graph).forward)
 
 
 def test_inserted_cast_has_value_and_tags_of_its_place() -> None:
