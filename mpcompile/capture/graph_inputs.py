@@ -95,7 +95,7 @@ def warn_half_parameters(gm: GraphModule) -> None:
 
 
 def computes_with_grad(gm: GraphModule) -> bool:
-    """Whether Dynamo's graph computes anything outside ``torch.no_grad()``, its own or around it."""
+    """Whether Dynamo's graph computes anything outside its own and outer ``no_grad``."""
     enabled = torch.is_grad_enabled()
     for node in gm.graph.nodes:
         if node.target is torch._C._set_grad_enabled:
