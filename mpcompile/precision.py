@@ -129,8 +129,8 @@ _EXACT = _rows(
     select_scatter as_strided_scatter diagonal_scatter index_copy index_fill tril triu copy
     max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices
     adaptive_max_pool2d adaptive_max_pool3d pixel_shuffle pixel_unshuffle channel_shuffle amax amin
-    max min sort topk relu_backward threshold_backward hardtanh_backward select_backward
-    slice_backward diagonal_backward constant_pad_nd_backward masked_scatter_backward
+    max min sort topk threshold_backward hardtanh_backward select_backward
+    slice_backward diagonal_backward masked_scatter_backward
     value_selecting_reduction_backward""",
 )
 _NEUTRAL = _rows(
@@ -152,7 +152,7 @@ _MIXED = _rows(
     "data is kept as it arrives, weights and statistics in fp32",
     """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
     _native_batch_norm_legit_no_training native_batch_norm_backward cudnn_batch_norm
-    cudnn_batch_norm_backward batch_norm_with_update _batch_norm_with_update
+    cudnn_batch_norm_backward _batch_norm_with_update
     _batch_norm_with_update_functional _batch_norm_no_update batch_norm_backward""",
 )
 
@@ -220,7 +220,7 @@ _PAINTED_FP32 = {
         Rule.FP32,
         "painted: argument reduction or steep slope, bits are lost before the result is small",
         """sin cos atan atan2 sqrt log_sigmoid_forward erf erfc exp2 acosh asinh atanh lgamma
-        digamma polygamma i0 i1 binary_cross_entropy binary_cross_entropy_backward logit
+        digamma polygamma i0 special_i1 binary_cross_entropy binary_cross_entropy_backward logit
         remainder fmod floor ceil round trunc frac special_erfcx""",
     ),
     **_rows(Rule.FP32, "painted: gradient of an fp32 op", _BACKWARD_OF_FP32),
@@ -269,7 +269,15 @@ PAINTED = Table(
 
 AUTOCAST_CUDA = Table(
     name="autocast-cuda",
-    entries={**_MOVE, **_RANDOM, **_MIXED, **_CUDA_PROMOTE, **_CUDA_FP32, **_CUDA_HALF},
+    entries={
+        **_MOVE,
+        **_RANDOM,
+        **_MIXED,
+        **_CUDA_PROMOTE,
+        **_CUDA_FP32,
+        **_CUDA_HALF,
+        **_rows(Rule.HALF, "autocast CUDA: lower_precision_fp (prelu)", "_prelu_kernel"),
+    },
     composites=_CUDA_COMPOSITES,
     unlisted=Entry(Rule.PROMOTE, "autocast CUDA: falls through"),
     weak_parameters=False,
@@ -305,8 +313,8 @@ AUTOCAST_CPU = Table(
             Rule.HALF,
             "autocast CPU: lower_precision_fp",
             f"""_convolution convolution conv_tbc mm bmm addmm _addmm_activation addbmm baddbmm
-            linalg_vecdot mkldnn_rnn_layer prelu _native_multi_head_attention linear matmul
-            {_ATTENTION}""",
+            linalg_vecdot mkldnn_rnn_layer prelu _prelu_kernel _native_multi_head_attention linear
+            matmul {_ATTENTION}""",
         ),
     },
     composites=_CPU_COMPOSITES,
