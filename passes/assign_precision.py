@@ -306,34 +306,49 @@ class _Painter:
     def _fp32_reader(self, node: Node) -> Node | None:
         """Return an fp32 op that ``node``'s value reaches in forward with nothing 16-bit between.
 
-        The search follows data movement and ops of one input, and ends where values join.
+        The search follows data movement and ops of one input, and ends where values join. It keeps
+        its own stack: a chain may be longer than Python's.
         """
-        if node not in self.feeding:
-            self.feeding[node] = None
-            for reader in node.users:
-                found = self._fp32_sink(reader)
-                if found is not None:
-                    self.feeding[node] = found
-                    break
+        pending = [node]
+        while pending:
+            here = pending[-1]
+            ahead = [
+                reader
+                for reader in here.users
+                if reader not in self.feeding and self._passes_on(reader)
+            ]
+            if not ahead:
+                sinks = (self._fp32_sink(reader) for reader in here.users)
+                self.feeding[here] = next((sink for sink in sinks if sink is not None), None)
+                pending.pop()
+            pending += ahead
         return self.feeding[node]
 
     def _fp32_sink(self, reader: Node) -> Node | None:
         if reader.op == "output":
             return reader
-        if nodes.is_backward(reader):
-            return None
-        if nodes.is_getitem(reader):
-            return self._fp32_reader(reader)
-        if not self._is_eligible(reader):
+        if self._passes_on(reader):
+            return self.feeding[reader]
+        if nodes.is_backward(reader) or not self._is_eligible(reader):
             return None
         choice = self._overridden(reader) or self._pinned(reader)
         if choice is not None:
             return None if choice.precision.computes_half else reader
+        return reader if self._entry(reader).rule is Rule.FP32 else None
+
+    def _passes_on(self, reader: Node) -> bool:
+        """Whether what ``reader`` gives is what it reads, moved or bent."""
+        if reader.op != "call_function" or nodes.is_backward(reader):
+            return False
+        if nodes.is_getitem(reader):
+            return True
         rule = self._entry(reader).rule
-        if rule is Rule.FP32:
-            return reader
-        passes_on = rule in (Rule.MOVE, Rule.NEUTRAL, Rule.EXACT, Rule.RANDOM)
-        return self._fp32_reader(reader) if passes_on and self._has_one_input(reader) else None
+        return (
+            rule in (Rule.MOVE, Rule.NEUTRAL, Rule.EXACT, Rule.RANDOM)
+            and self._is_eligible(reader)
+            and (self._overridden(reader) or self._pinned(reader)) is None
+            and self._has_one_input(reader)
+        )
 
     def _has_one_input(self, node: Node) -> bool:
         """Whether parameters, constants and numbers are all that stands beside one input."""
