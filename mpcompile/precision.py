@@ -71,6 +71,8 @@ class Table:
         weak_parameters: a parameter that meets 16-bit data does not raise it to fp32.
         ruled_backward: the table also rules backward nodes. Autocast's do not: autograd runs each
             backward op in the dtype that its forward op produced.
+        keeps_products: a matrix product of operands that the user cast to fp32 stays fp32. Autocast
+            casts them down again.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Table:
     unlisted: Entry
     weak_parameters: bool
     ruled_backward: bool
+    keeps_products: bool
 
     def entry(self, op: str) -> Entry:
         """Return the entry of ``op``, which is ``unlisted`` if the table does not name it."""
@@ -265,6 +268,7 @@ PAINTED = Table(
     unlisted=Entry(Rule.FP32, "painted: not in the table, kept as traced"),
     weak_parameters=True,
     ruled_backward=True,
+    keeps_products=True,
 )
 
 AUTOCAST_CUDA = Table(
@@ -282,6 +286,7 @@ AUTOCAST_CUDA = Table(
     unlisted=Entry(Rule.PROMOTE, "autocast CUDA: falls through"),
     weak_parameters=False,
     ruled_backward=False,
+    keeps_products=False,
 )
 
 _CPU_MIXED = _rows(
@@ -321,6 +326,7 @@ AUTOCAST_CPU = Table(
     unlisted=Entry(Rule.PROMOTE, "autocast CPU: falls through"),
     weak_parameters=False,
     ruled_backward=False,
+    keeps_products=False,
 )
 
 TABLES: Mapping[str, Table] = {

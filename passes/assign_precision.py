@@ -25,7 +25,7 @@ from mpcompile.graph import decisions, nodes
 from mpcompile.graph.kernels import has_half_kernel
 from mpcompile.graph.links import Links, find_links
 from mpcompile.graph.overrides import Override, build_overrides, find_override
-from mpcompile.graph.pins import PinScope, pin_of
+from mpcompile.graph.pins import Pin, PinScope, pin_of
 from mpcompile.graph.roles import GraphKind
 from mpcompile.pass_base import GraphPass, PassContext, Stage
 from mpcompile.precision import Decision, Entry, Precision, Rule, Table
@@ -183,8 +183,12 @@ class _Painter:
         entry = self._entry(node)
         if pin is None or entry.rule is Rule.MOVE or node in self.links.sums:
             return None
+        if nodes.is_backward(node) and not self.table.ruled_backward:
+            return Decision(Precision.HALF, pin.why) if self._is_own_cast(node, pin) else None
+        if pin.scope is PinScope.OPERANDS and not self.table.keeps_products:
+            return None
         if pin.scope is PinScope.OWN_CAST:
-            return Decision(Precision.HALF, pin.why) if nodes.is_cast(node) else None
+            return Decision(Precision.HALF, pin.why) if self._is_own_cast(node, pin) else None
         if pin.scope is PinScope.COMPOSITE:
             composite = self.table.composites.get(pin.why)
             if composite is None:
@@ -193,6 +197,9 @@ class _Painter:
         if pin.scope is PinScope.READER and entry.rule is Rule.HALF:
             return None
         return Decision(Precision.FP32, pin.why)
+
+    def _is_own_cast(self, node: Node, pin: Pin) -> bool:
+        return pin.scope is PinScope.OWN_CAST and nodes.is_cast(node)
 
     def _ruled(self, node: Node) -> Decision:
         entry = self._entry(node)
@@ -340,8 +347,10 @@ class _Painter:
         """Whether what ``reader`` gives is what it reads, moved or bent."""
         if reader.op != "call_function" or nodes.is_backward(reader):
             return False
-        if nodes.is_getitem(reader):
-            return True
+        if nodes.is_getitem(reader):  # data comes first, statistics and masks behind it
+            source = reader.args[0]
+            assert isinstance(source, Node)
+            return reader.args[1] == 0 or self._entry(source).rule is Rule.MOVE
         rule = self._entry(reader).rule
         return (
             rule in (Rule.MOVE, Rule.NEUTRAL, Rule.EXACT, Rule.RANDOM)

@@ -152,7 +152,7 @@ def _mark_user_casts(graph: Graph) -> set[Node]:
         if _is_float_cast(node) or (_name(node) in _VIEWS and _reads_first(node, pinned)):
             pinned.add(node)
         elif (why := _pinned_reader(node, pinned)) is not None:
-            scope = PinScope.ALL if _is_product(node) else PinScope.READER
+            scope = PinScope.OPERANDS if _is_product(node) else PinScope.READER
             set_pin(node, Pin(scope, why))
     return pinned
 

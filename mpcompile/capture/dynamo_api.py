@@ -8,6 +8,7 @@ Written against torch 2.11 to 2.14; goes when a backend can ask for the call tha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -53,12 +54,23 @@ def install_context(
             inner = wrapper._torchdynamo_orig_backend
             if is_ours(getattr(inner, "compiler_fn", inner)):
                 ctor: Any = build(getattr(inner, "kwargs", {}))
+                _make_unequal(inner)
             else:
                 ctor = getattr(inner, "backend_ctx_ctor", null_context)
             wrapper._mpcompile_ctor = ctor
         return wrapper._mpcompile_ctor
 
     WrapBackendDebug.backend_ctx_ctor = property(context_of)  # type: ignore[attr-defined]
+
+
+def _make_unequal(wrapper: Any) -> None:
+    """Keep a second ``torch.compile`` of one function from running the first one's graphs.
+
+    Dynamo shares compiled code between backends that compare equal: same function, same ``mode``
+    and ``options``. But each call has a session and a report, and may see another environment.
+    """
+    if hasattr(wrapper, "compiler_fn"):
+        wrapper.compiler_fn = functools.partial(wrapper.compiler_fn)
 
 
 def context_ctor_of(compiled: Any) -> Any:

@@ -39,9 +39,14 @@ def cast_inputs(node: Node) -> list[Node]:
 
 
 def is_number(node: Node) -> bool:
-    """Whether ``node`` gives a 0-dimensional tensor, which promotes no other."""
+    """Whether ``node`` has no say in the dtype of others: a 0-dimensional or an empty tensor."""
     val = nodes.value(node)
-    return isinstance(val, Tensor) and val.dim() == 0
+    return isinstance(val, Tensor) and (val.dim() == 0 or _is_empty(val))
+
+
+def _is_empty(val: Tensor) -> bool:
+    """Whether a size is known to be 0; symbols are not asked, which would guard on them."""
+    return any(isinstance(size, int) and size == 0 for size in val.shape)
 
 
 def is_statistic(node: Node) -> bool:

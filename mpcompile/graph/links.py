@@ -53,8 +53,8 @@ class Links:
 def find_links(graph: Graph) -> Links:
     """Link the backward nodes of a joint graph.
 
-    Forward nodes that need no gradient carry the number of the next one that does, so of several
-    nodes with one number the last is meant.
+    Nodes that autograd does not record carry the number of the one before that it did, so of several
+    nodes with one number the first is meant.
     """
     recorded: dict[int, Node] = {}
     backward: list[Node] = []
@@ -64,8 +64,8 @@ def find_links(graph: Graph) -> Links:
             continue
         if nodes.is_backward(node):
             backward.append(node)
-        elif not nodes.is_getitem(node) and not _is_saved_result(node):
-            recorded[number] = node
+        else:
+            recorded.setdefault(number, node)
     last = max(recorded, default=None)
     sums = {node for node in backward if node.meta["seq_nr"] == last and _adds_gradients(node)}
     forward = {
@@ -83,10 +83,3 @@ def _adds_gradients(node: Node) -> bool:
         for arg in node.args
     )
 
-
-def _is_saved_result(node: Node) -> bool:
-    """A detached result that autograd saves for backward: it carries the number of its source."""
-    if node.target is not torch.ops.aten.detach.default:
-        return False
-    (source,) = node.all_input_nodes
-    return source.meta.get("seq_nr") == node.meta.get("seq_nr")

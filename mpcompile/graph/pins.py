@@ -19,6 +19,7 @@ class PinScope(enum.Enum):
     """What a pin covers of the nodes that are traced from the marked one."""
 
     READER = "reader"  # all but matrix products: those need every operand pinned
+    OPERANDS = "operands"  # a matrix product with every operand pinned
     ALL = "all"
     COMPOSITE = "composite"  # a whole op of Dynamo's graph that the table knows by name
     OWN_CAST = "own-cast"  # a cast that cast-composites put there: free to be dropped

@@ -100,9 +100,12 @@ def measure_ops(graph: Graph) -> OpTotals:
 
 def _operand_dtype(node: Node) -> str:
     """The widest dtype among operands of two and more dimensions: biases and statistics aside."""
+    inputs = nodes.input_nodes(node)
+    if "attention" in nodes.op_name(node):  # query, key, value, with their gradient before them
+        inputs = inputs[: 4 if nodes.op_name(node).endswith("_backward") else 3]
     operands = [
         val.dtype
-        for arg in nodes.input_nodes(node)
+        for arg in inputs
         if (val := cast(Tensor, nodes.value(arg))).dim() >= 2 and val.is_floating_point()
     ]
     return format_dtype(max(operands, key=lambda dtype: dtype.itemsize)) if operands else "none"

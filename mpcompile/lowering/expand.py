@@ -73,10 +73,15 @@ def _trace(node: Node, table: Table) -> GraphModule | None:
 
     with nodes.fake_mode(node.graph) or nullcontext():
         traced = make_fx(call, decomposition_table=dict(table), tracing_mode="real")(
-            *[nodes.value(leaf) for leaf in inputs]
+            *[_distinct(nodes.value(leaf)) for leaf in inputs]
         )
     calls = [made.target for made in traced.graph.nodes if made.op == "call_function"]
     return None if calls == [node.target] else traced
+
+
+def _distinct(val: Any) -> Any:
+    """``make_fx`` tells its inputs apart by identity, and two nodes may share one fake tensor."""
+    return val.detach() if isinstance(val, Tensor) else val
 
 
 def _replace(gm: GraphModule, node: Node, expansion: Graph) -> None:
@@ -101,7 +106,9 @@ def _copy(gm: GraphModule, source: Node, known: dict[Node, Node], beside: Node) 
     nodes.copy_tags(beside, made)
     if isinstance(beside.target, OpOverload):
         made.meta["original_aten"] = beside.target
-    if source.op == "get_attr":  # a constant that the decomposition made
+    if source.op == "call_function":
+        nodes.refresh_value(made)  # a value of its own: Inductor takes shared storage for an alias
+    else:  # get_attr: a constant that the decomposition made
         made.target = _unused_name(gm, str(source.target))
         owner = cast(GraphModule, source.graph.owning_module)
         gm.register_buffer(made.target, getattr(owner, str(source.target)))
