@@ -350,7 +350,7 @@ class _Painter:
         if nodes.is_getitem(reader):  # data comes first, statistics and masks behind it
             source = reader.args[0]
             assert isinstance(source, Node)
-            return reader.args[1] == 0 or self._entry(source).rule is Rule.MOVE
+            return bool(reader.args[1] == 0) or self._entry(source).rule is Rule.MOVE
         rule = self._entry(reader).rule
         return (
             rule in (Rule.MOVE, Rule.NEUTRAL, Rule.EXACT, Rule.RANDOM)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -157,8 +157,13 @@ def trace_function(
 ) -> Traced:
     """Trace a few tensor ops to ATen; parameters among ``inputs`` have the role of one."""
     gm = make_fx(function, tracing_mode="fake")(*inputs)
-    ctx = PassContext(config or Config(), roles=find_roles(gm.graph, ()))
-    return Traced(gm, ctx)
+    roles = find_roles(gm.graph, ())
+    named = {  # make_fx does not say which of its inputs were parameters
+        node: InputRole.PARAMETER if isinstance(value, torch.nn.Parameter) else InputRole.DATA
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    }
+    roles = replace(roles, inputs=roles.inputs | named)
+    return Traced(gm, PassContext(config or Config(), roles=roles))
 
 
 @dataclass
