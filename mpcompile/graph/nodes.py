@@ -165,11 +165,21 @@ def compute_value(node: Node) -> Any:
 def refresh_value(node: Node) -> None:
     """Recompute ``node.meta["val"]`` after an input changed its dtype.
 
-    Sizes that depend on data keep their symbols: running the op again would invent new ones.
+    Sizes that depend on data keep their symbols: running the op again invents new ones, so only
+    the dtype is taken from that.
     """
-    if has_unbacked_sizes(node):
+    if not has_unbacked_sizes(node):
+        node.meta["val"] = compute_value(node)
         return
-    node.meta["val"] = compute_value(node)
+    mode = fake_mode(node.graph)
+    assert mode is not None
+    assert mode.shape_env is not None
+    with mode.shape_env.ignore_fresh_unbacked_symbols(), mode:
+        node.meta["val"] = pytree.tree_map(_with_dtype_of, value(node), compute_value(node))
+
+
+def _with_dtype_of(was: Any, now: Any) -> Any:
+    return was.to(now.dtype) if isinstance(was, Tensor) else was
 
 
 def has_unbacked_sizes(node: Node) -> bool:
