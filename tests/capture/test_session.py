@@ -94,6 +94,24 @@ def test_two_steps_of_one_function_keep_their_options() -> None:
     assert not any(region.casts for region in last_report(full).regions)
 
 
+def test_step_compiled_twice_with_equal_options_has_two_reports() -> None:
+    _, step = classifier_step()
+    one, other = compile_step(step), compile_step(step)
+    one(*batch())
+    other(*batch())
+    assert kinds(one) == kinds(other)
+    assert kinds(one)[0] is GraphKind.TRAINING
+
+
+def test_changed_environment_is_seen_by_a_second_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, step = classifier_step()
+    compile_step(step)(*batch())
+    monkeypatch.setenv("MPCOMPILE_DTYPE", "float32")
+    full = compile_step(step)
+    full(*batch())
+    assert last_report(full).regions[0].casts == []
+
+
 def test_compiled_module_inside_a_compiled_step_belongs_to_the_step() -> None:
     model, _ = classifier_step()
     inner = compile_step(model)
