@@ -90,6 +90,14 @@ class Session:
 
     def _warn_after_first_call(self) -> None:
         regions = self.report.regions
+        if not regions:
+            found = "; ".join(f"{reason} ({line})" for reason, line in self.report.breaks)
+            warnings.warn(
+                "mpcompile: the first call compiled nothing, so all of it ran eagerly as written. "
+                f"{found or 'Dynamo found no tensor computation in it'}. Compile a function that "
+                "computes on tensors; give the body of a loop around backward() its own function.",
+                stacklevel=4,
+            )
         trains = any(region.kind is GraphKind.TRAINING for region in regions)
         if regions and not trains and all(region.grad_enabled for region in regions):
             warnings.warn(
