@@ -183,12 +183,12 @@ class _Painter:
         entry = self._entry(node)
         if pin is None or entry.rule is Rule.MOVE or node in self.links.sums:
             return None
+        if pin.scope in (PinScope.OWN_CAST, PinScope.PARTS):
+            return self._inside_attention(node, pin)
         if nodes.is_backward(node) and not self.table.ruled_backward:
-            return Decision(Precision.HALF, pin.why) if self._is_own_cast(node, pin) else None
+            return None
         if pin.scope is PinScope.OPERANDS and not self.table.keeps_products:
             return None
-        if pin.scope is PinScope.OWN_CAST:
-            return Decision(Precision.HALF, pin.why) if self._is_own_cast(node, pin) else None
         if pin.scope is PinScope.COMPOSITE:
             composite = self.table.composites.get(pin.why)
             if composite is None:
@@ -198,8 +198,11 @@ class _Painter:
             return None
         return Decision(Precision.FP32, pin.why)
 
-    def _is_own_cast(self, node: Node, pin: Pin) -> bool:
-        return pin.scope is PinScope.OWN_CAST and nodes.is_cast(node)
+    def _inside_attention(self, node: Node, pin: Pin) -> Decision | None:
+        """Casts in and around attention are dropped; autocast keeps those that its parts make."""
+        if pin.scope is PinScope.OWN_CAST or self.table.keeps_products:
+            return Decision(Precision.HALF, pin.why) if nodes.is_cast(node) else None
+        return self._promote(node, "autocast does not look inside attention")
 
     def _ruled(self, node: Node) -> Decision:
         entry = self._entry(node)

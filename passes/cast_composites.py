@@ -61,7 +61,7 @@ class CastComposites(GraphPass):
         calls = [node for node in gm.graph.nodes if _match_attention(node)]
         free = [node for node in calls if node not in regions and not _is_all_pinned(node, pinned)]
         for node in free:
-            _cast_attention(node, ctx.half)
+            _cast_attention(node, ctx.half, keep_mask=ctx.table.keeps_products)
         return len(free)
 
 
@@ -94,19 +94,19 @@ def _is_f32_or_mask(node: Node) -> bool:
     return val is not None and val.dtype in (torch.float32, torch.bool)
 
 
-def _cast_attention(node: Node, half: torch.dtype) -> None:
+def _cast_attention(node: Node, half: torch.dtype, keep_mask: bool) -> None:
     """Cast query, key and value of an attention call, the mask where it must be, and the result."""
     pin = Pin(PinScope.OWN_CAST, "cast-composites: attention takes 16-bit inputs")
     graph = node.graph
     for arg in _tensor_args(node):
         val = _example(arg)
         assert val is not None
-        if val.dtype is not torch.float32 or _may_stay_fp32(node, arg):
+        if val.dtype is not torch.float32 or (keep_mask and _may_stay_fp32(node, arg)):
             continue
         with graph.inserting_before(node):
             held = _held_mask(graph, arg, half) if _is_mask(node, arg) else arg
             node.replace_input_with(arg, _call_to(graph, held, half, node, pin))
-    set_pin(node, pin)  # where attention is traced as its parts, those widen what was cast: drop it
+    set_pin(node, Pin(PinScope.PARTS, "inside attention"))
     result = node.meta["example_value"]
     node.meta["example_value"] = result.to(half)
     with graph.inserting_after(node):

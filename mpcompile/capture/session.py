@@ -15,7 +15,7 @@ from typing import Any
 
 from mpcompile.capture import dynamo_api
 from mpcompile.capture.assignment import read_assignment
-from mpcompile.config import Config
+from mpcompile.config import Config, is_disabled
 from mpcompile.graph.roles import GraphKind
 from mpcompile.inspection.report import StepReport
 from mpcompile.pipeline import build_manager
@@ -85,7 +85,7 @@ class Session:
             explain_limit(error)
             return
         self._num_calls += 1
-        if self._num_calls == 1:
+        if self._num_calls == 1 and not is_disabled():
             self._warn_after_first_call()
 
     def _warn_after_first_call(self) -> None:

@@ -66,8 +66,8 @@ def find_links(graph: Graph) -> Links:
             backward.append(node)
         else:
             recorded.setdefault(number, node)
-    last = max(recorded, default=None)
-    sums = {node for node in backward if node.meta["seq_nr"] == last and _adds_gradients(node)}
+    last = max(recorded, default=0)
+    sums = {node for node in backward if node.meta["seq_nr"] >= last and _adds_gradients(node)}
     forward = {
         node: recorded[node.meta["seq_nr"]]
         for node in backward
@@ -77,9 +77,8 @@ def find_links(graph: Graph) -> Links:
 
 
 def _adds_gradients(node: Node) -> bool:
-    """Between two functions autograd's counter stands at the last forward one."""
+    """Between two functions autograd's counter stands at the last forward one or behind it."""
     return node.target is torch.ops.aten.add.Tensor and all(
         isinstance(arg, Node) and (nodes.is_backward(arg) or arg.op == "placeholder")
         for arg in node.args
     )
-

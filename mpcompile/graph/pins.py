@@ -23,6 +23,7 @@ class PinScope(enum.Enum):
     ALL = "all"
     COMPOSITE = "composite"  # a whole op of Dynamo's graph that the table knows by name
     OWN_CAST = "own-cast"  # a cast that cast-composites put there: free to be dropped
+    PARTS = "parts"  # an op that was given 16-bit inputs, and is perhaps traced as its parts
 
 
 @dataclass(frozen=True)
