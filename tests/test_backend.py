@@ -288,6 +288,7 @@ def test_update_is_bitwise_that_of_stock_torch_compile(build: Callable[[], Built
     torch.testing.assert_close(found_state, state, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_schedule_does_not_stop_compiling(dtype: str) -> None:
     results, _, compiled = train(scheduled, 12, dtype=dtype)

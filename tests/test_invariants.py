@@ -427,6 +427,7 @@ def test_everything_is_bitwise_as_in_eager_if_nothing_is_cast(case: Callable[[],
     assert_close(found, expected, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", ["autocast-cuda", "autocast-cpu"])
 @pytest.mark.parametrize(
     "case",

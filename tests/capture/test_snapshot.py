@@ -245,6 +245,7 @@ def test_explain_before_the_first_step_leaves_no_optimizer_state() -> None:
     assert all(p.grad is None for p in trainer.model.parameters())
 
 
+@pytest.mark.slow
 def test_step_after_explain_trains_as_without_it() -> None:
     losses = []
     for explains in (False, True):
