@@ -292,7 +292,8 @@ AUTOCAST_CUDA = Table(
 _CPU_MIXED = _rows(
     Rule.MIXED,
     "autocast CPU: falls through to a kernel for 16-bit data with fp32 weights",
-    "native_layer_norm native_group_norm",
+    """native_layer_norm native_layer_norm_backward native_group_norm
+    native_group_norm_backward""",
 )
 AUTOCAST_CPU = Table(
     name="autocast-cpu",

@@ -140,9 +140,8 @@ class _Painter:
         decision = self._supported(
             node, self._overridden(node) or self._pinned(node) or self._ruled(node)
         )
-        if decision.precision.stores_half and all(
-            tensor.dim() == 0 for tensor in nodes.tensor_values(node)
-        ):
+        numbers = all(tensor.dim() == 0 for tensor in nodes.tensor_values(node))
+        if numbers and decision.precision.stores_half and self.table.ruled_backward:
             decision = Decision(Precision.FP32, "a single number: nothing to win in 16 bits")
         self._note(node, decision)
         self.states[node] = self._result_state(node, decision.precision)
@@ -251,7 +250,8 @@ class _Painter:
             return Decision(Precision.FP32, entry.source)
         if self.table.ruled_backward and (sink := self._fp32_reader(node)) is not None:
             return Decision(Precision.FP32, f"{entry.source}, leads to fp32 %{sink.name}")
-        return Decision(Precision.FP32_HALF, entry.source)
+        as_autocast = entry.rule is Rule.MIXED and not self.table.ruled_backward
+        return Decision(Precision.HALF if as_autocast else Precision.FP32_HALF, entry.source)
 
     def _follow_forward(self, node: Node, forward: Node) -> Decision:
         decision = decisions.get(forward)
@@ -285,11 +285,8 @@ class _Painter:
         )
 
     def _promote(self, node: Node, source: str) -> Decision:
-        floats = [
-            arg
-            for arg in nodes.input_nodes(node)
-            if arg in self.states and not decisions.is_number(arg)
-        ]
+        known = [arg for arg in nodes.input_nodes(node) if arg in self.states]
+        floats = [arg for arg in known if not decisions.is_number(arg)] or known
         wide = [arg for arg in floats if self.states[arg] is not _State.HALF]
         if wide or not floats:
             reads = f"reads fp32 %{wide[0].name}" if wide else "reads no 16-bit value"
@@ -378,9 +375,8 @@ class _Painter:
 
     def _supported(self, node: Node, decision: Decision) -> Decision:
         entry = self._entry(node)
-        if not decision.precision.computes_half or entry.rule in (Rule.MOVE, Rule.RANDOM):
-            return decision
-        if nodes.is_cast(node):
+        unasked = entry.rule in (Rule.MOVE, Rule.RANDOM, Rule.MIXED) or nodes.is_cast(node)
+        if not decision.precision.computes_half or unasked:
             return decision
         support = has_half_kernel(node, self.ctx.half)
         if not support.ok:

@@ -120,7 +120,7 @@ class _Caster:
             return dict.fromkeys(inputs, self.half if precision.stores_half else torch.float32)
         if not is_decided and self._only_looks(node):
             return {}
-        narrow = decisions.cast_inputs(node) if precision.computes_half else []
+        narrow = decisions.cast_inputs(node, entry) if precision.computes_half else []
         return {arg: self.half if arg in narrow else torch.float32 for arg in inputs}
 
     def _cast_inputs(self, node: Node, wanted: dict[Node, torch.dtype]) -> None:
@@ -155,6 +155,7 @@ class _Caster:
         was = nodes.tensor_values(node)
         try:
             nodes.refresh_value(node)
+            nodes.set_value(node, decisions.keep_statistics(node, nodes.value(node)))
         except (RuntimeError, TypeError, ValueError) as error:
             raise PassError(
                 f"insert-casts: {format_node(node)} ({nodes.user_line(node) or 'no user line'}) "

@@ -31,9 +31,14 @@ def is_pointwise(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
-def cast_inputs(node: Node) -> list[Node]:
-    """Return the inputs that a 16-bit kernel of ``node`` takes in 16 bits, repeats left out."""
-    inputs = dict.fromkeys(nodes.input_nodes(node))
+def cast_inputs(node: Node, entry: Entry) -> list[Node]:
+    """Return the inputs that a 16-bit kernel of ``node`` takes in 16 bits, repeats left out.
+
+    A norm's kernel takes its data so, in backward behind the gradient, and the rest in fp32.
+    """
+    num_data = 2 if nodes.op_name(node).endswith("_backward") else 1
+    num_narrow = num_data if entry.rule is Rule.MIXED else None
+    inputs = dict.fromkeys(nodes.input_nodes(node)[:num_narrow])
     numbers = is_pointwise(node)
     return [arg for arg in inputs if not (numbers and is_number(arg)) and not is_statistic(arg)]
 
@@ -62,6 +67,19 @@ def is_statistic(node: Node) -> bool:
     return computes_half and part is not None and not part.precision.stores_half
 
 
+def keep_statistics(node: Node, found: Any) -> Any:
+    """Correct the results of a norm on 16-bit data with fp32 weights: its statistics are fp32.
+
+    So are those of the CPU kernels, whose fake versions say 16-bit (torch 2.11 to 2.14).
+    """
+    decision = get(node)
+    computes_half = decision is not None and decision.precision.computes_half
+    if not computes_half or "norm" not in nodes.op_name(node) or not isinstance(found, tuple):
+        return found
+    wide = [val.float() if isinstance(val, Tensor) else val for val in found[1:]]
+    return (found[0], *wide)
+
+
 def half_results(
     node: Node, precision: Precision, half: torch.dtype, entry: Entry
 ) -> frozenset[int]:
@@ -76,11 +94,13 @@ def half_results(
     )
     if precision is Precision.FP32:
         return frozenset()
+    if entry.rule is Rule.MIXED:
+        return floats & {0}
     if precision is Precision.FP32_HALF:
-        return floats & {0} if entry.rule is Rule.MIXED else floats
+        return floats
     if nodes.is_cast(node) or entry.rule is Rule.MOVE or nodes.has_unbacked_sizes(node):
         return floats
-    return _trial(node, half, set(cast_inputs(node)))
+    return _trial(node, half, set(cast_inputs(node, entry)))
 
 
 def _trial(node: Node, half: torch.dtype, casts: set[Node]) -> frozenset[int]:

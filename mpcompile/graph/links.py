@@ -53,8 +53,8 @@ class Links:
 def find_links(graph: Graph) -> Links:
     """Link the backward nodes of a joint graph.
 
-    Nodes that autograd does not record carry the number of the one before that it did, so of several
-    nodes with one number the first is meant.
+    Nodes that autograd does not record carry the number of the one before that it did record, so
+    of several nodes with one number the first is meant.
     """
     recorded: dict[int, Node] = {}
     backward: list[Node] = []

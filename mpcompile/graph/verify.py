@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from mpcompile.errors import GraphVerifyError
-from mpcompile.graph import nodes
+from mpcompile.graph import decisions, nodes
 from mpcompile.graph.printer import format_node, format_value
 from mpcompile.graph.roles import visible_values
 
@@ -84,7 +84,7 @@ def _verify_type(node: Node, where: str) -> None:
     if not nodes.tensor_values(node) or nodes.has_unbacked_sizes(node):
         return
     try:
-        found = nodes.compute_value(node)
+        found = decisions.keep_statistics(node, nodes.compute_value(node))
     except (RuntimeError, TypeError, ValueError) as error:
         raise GraphVerifyError(
             f"{where}: {format_node(node)} ({nodes.user_line(node) or 'no user line'}) cannot take "
