@@ -18,13 +18,17 @@ import torch
 ContextCtor = Callable[[], AbstractContextManager[Any]]
 
 
-def recompile_patcher(limit: int) -> Callable[[], Callable[[], None]]:
-    """Return a function that sets Dynamo's recompile limit in this thread and returns its undoing.
+def tracing_patcher(recompile_limit: int) -> Callable[[], Callable[[], None]]:
+    """Return a function that sets how Dynamo traces in this thread and returns its undoing.
 
+    ``.item()`` and ``nonzero`` stay in the graph: what stands between two breaks on them would run
+    eagerly, in fp32.
     ``config.patch`` does the same at ten times the price, which each call of a step would pay.
     """
     patcher: Callable[[], Callable[[], None]] = torch._dynamo.config._make_closure_patcher(
-        recompile_limit=limit
+        recompile_limit=recompile_limit,
+        capture_scalar_outputs=True,
+        capture_dynamic_output_shape_ops=True,
     )
     return patcher
 

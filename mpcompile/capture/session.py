@@ -60,7 +60,7 @@ class Session:
         self.used_overrides: set[str] = set()
         self.assigned = read_assignment(config)
         self._num_calls = 0
-        self._limit_recompiles = dynamo_api.recompile_patcher(config.max_recompiles)
+        self._set_tracing = dynamo_api.tracing_patcher(config.max_recompiles)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -68,11 +68,11 @@ class Session:
         stack = _stack()
         stack.append(self)
         position = dynamo_api.num_breaks()
-        restore_limit = self._limit_recompiles()
+        restore_tracing = self._set_tracing()
         try:
             yield
         finally:
-            restore_limit()
+            restore_tracing()
             stack.pop()
             self._finish_call(position)
 
