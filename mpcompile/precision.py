@@ -65,8 +65,9 @@ class Table:
     Attributes:
         name: value of ``options={"table": ...}``.
         entries: overload packet name (``aten.mm``) to entry.
-        composites: name of a function in Dynamo's graph (``cross_entropy``) to entry; such ops are
-            decomposed before ATen, so the rule is attached while they are still whole.
+        composites: name of a function in Dynamo's graph (``cross_entropy``, with its mode
+            ``interpolate-bilinear``) to entry; such ops are decomposed before ATen, so the rule is
+            attached while they are still whole.
         unlisted: the entry of an op that is not in ``entries``.
         weak_parameters: a parameter that meets 16-bit data does not raise it to fp32.
         ruled_backward: the table also rules backward nodes. Autocast's do not: autograd runs each
@@ -229,7 +230,14 @@ _PAINTED_FP32 = {
     **_rows(Rule.FP32, "painted: gradient of an fp32 op", _BACKWARD_OF_FP32),
 }
 
+# torch.nn.functional.interpolate is traced as index arithmetic, and its mode is gone with its name.
+_INTERPOLATE = _names(
+    Rule.FP32,
+    "autocast CUDA: fp32, the upsample family",
+    "interpolate-linear interpolate-bilinear interpolate-bicubic interpolate-trilinear",
+)
 _CUDA_COMPOSITES = {
+    **_INTERPOLATE,
     **_names(
         Rule.FP32,
         "autocast CUDA: fp32",

@@ -220,5 +220,11 @@ def _argument(node: Node, index: int, name: str, default: object) -> object:
 def _mark_composites(graph: Graph, names: Collection[str]) -> None:
     """Mark functions of ``torch.nn.functional`` and methods that a table knows by name."""
     for node in graph.nodes:
-        if node.op == "call_function" and _name(node) in names:
-            set_pin(node, Pin(PinScope.COMPOSITE, _name(node)))
+        name = _name_with_mode(node)
+        if node.op == "call_function" and name in names:
+            set_pin(node, Pin(PinScope.COMPOSITE, name))
+
+
+def _name_with_mode(node: Node) -> str:
+    name = _name(node)
+    return f"{name}-{_argument(node, 3, 'mode', 'nearest')}" if name == "interpolate" else name

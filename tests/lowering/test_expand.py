@@ -84,6 +84,32 @@ def test_random_ops_keep_their_order() -> None:
     assert sum(count for op, count in ops.items() if "rand" in op or "dropout" in op) == 2
 
 
+def test_gradients_of_fused_qkv_survive_expansion() -> None:
+    """Equal nodes share a traced expansion; what reads all of them must not read one thrice."""
+
+    def attend(x: Tensor, weight: Tensor) -> Tensor:
+        query, key, value = (x @ weight).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 8, 16), torch.randn(16, 48, requires_grad=True)
+    (expected,) = torch.autograd.grad(attend(x, weight).square().sum(), weight)
+    compiled = torch.compile(attend, backend="mpcompile")
+    (found,) = torch.autograd.grad(compiled(x, weight).square().sum(), weight)
+    error = (found - expected).norm() / expected.norm()
+    assert error < 0.02  # bfloat16 rounds at 2**-9; a lost gradient gives more than 1
+
+
+def test_expanded_nodes_share_no_storage() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return torch.stack([F.gelu(x), F.gelu(y), F.gelu(x)])
+
+    gm = trace(function, torch.randn(4, 4), torch.randn(4, 4))
+    expand_decompositions(gm, select_decomp_table())
+    values = [nodes.value(node) for node in gm.graph.nodes if nodes.op_name(node) == "aten.erf"]
+    assert len({id(val) for val in values}) == len(values) == 3
+
+
 def test_unused_name_is_found() -> None:
     owner = GraphModule({"_tensor_constant0_0": torch.ones(1)}, torch.fx.Graph())
     owner.register_buffer("_tensor_constant0_0", torch.ones(1))

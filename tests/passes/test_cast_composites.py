@@ -510,6 +510,23 @@ def test_loss_that_the_table_does_not_name_is_not_marked() -> None:
     assert pin_of(calls(trace, "cosine_similarity")[0]) is None
 
 
+@pytest.mark.parametrize(
+    ("mode", "precision"), [("bilinear", Precision.FP32), ("nearest", Precision.HALF)]
+)
+def test_interpolation_is_fp32_where_it_computes(mode: str, precision: Precision) -> None:
+    first, second = torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 2, 3)
+
+    def step(x: Tensor) -> Tensor:
+        resized = F.interpolate(first(x), scale_factor=2.0, mode=mode)
+        return second(resized).square().mean()  # type: ignore[no-any-return]  # Conv2d is untyped
+
+    traced = trace_step(step, f32(2, 3, 8, 8))
+    traced.run(AssignPrecision())
+    picked = [node for node in traced.graph.nodes if "index" in nodes.op_name(node)]
+    forward = [node for node in picked if not nodes.is_backward(node)]
+    assert {decision_of(node).precision for node in forward} == {precision}
+
+
 def test_wider_mark_is_not_narrowed() -> None:
     node = Graph().placeholder("x")
     set_pin(node, Pin(PinScope.ALL, "first"))
