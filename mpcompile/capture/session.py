@@ -65,6 +65,9 @@ class Session:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Be the session that graphs belong to, for one call in this thread."""
+        if is_disabled():
+            yield
+            return
         stack = _stack()
         stack.append(self)
         position = dynamo_api.num_breaks()
@@ -85,7 +88,7 @@ class Session:
             explain_limit(error)
             return
         self._num_calls += 1
-        if self._num_calls == 1 and not is_disabled():
+        if self._num_calls == 1:
             self._warn_after_first_call()
 
     def _warn_after_first_call(self) -> None:

@@ -39,8 +39,8 @@ def cast_inputs(node: Node, entry: Entry) -> list[Node]:
     num_data = 2 if nodes.op_name(node).endswith("_backward") else 1
     num_narrow = num_data if entry.rule is Rule.MIXED else None
     inputs = dict.fromkeys(nodes.input_nodes(node)[:num_narrow])
-    numbers = is_pointwise(node)
-    return [arg for arg in inputs if not (numbers and is_number(arg)) and not is_statistic(arg)]
+    beside = is_pointwise(node) and not all(is_number(arg) for arg in inputs)
+    return [arg for arg in inputs if not (beside and is_number(arg)) and not is_statistic(arg)]
 
 
 def is_number(node: Node) -> bool:
