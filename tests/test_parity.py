@@ -1,8 +1,8 @@
 """The parity oracle: with ``table="autocast-cpu"`` the rewritten graphs are what autocast runs.
 
-Not close, equal: loss and every gradient to the last bit. Two things are left out: the update, since
-Dynamo's own capture of an optimizer rounds bias corrections otherwise than eager does, with any
-backend; and dropout, which is scaled in fp32 here and by a factor rounded to 16 bits there.
+Not close, equal: loss and every gradient to the last bit. Two things are left out: the update,
+since Dynamo's own capture of an optimizer rounds bias corrections otherwise than eager does, with
+any backend; and dropout, which is scaled in fp32 here and by a factor rounded to 16 bits there.
 """
 
 from __future__ import annotations
