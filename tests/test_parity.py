@@ -45,6 +45,8 @@ class Block(nn.Module):
 class Rotary(nn.Module):
     """A value that is read twice in different dtypes: its gradients are added in its own."""
 
+    angle: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.query, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
@@ -112,7 +114,8 @@ def _products() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     def loss(m: nn.Module) -> Tensor:
         h = m(x)
         scores = (h @ h.transpose(1, 2) / 8**0.5).softmax(-1)
-        return torch.einsum("bij,bjd->bid", scores, h).pow(2).mean() + h.sigmoid().sum()
+        mixed: Tensor = torch.einsum("bij,bjd->bid", scores, h).pow(2).mean()
+        return mixed + h.sigmoid().sum()
 
     return model, loss
 
