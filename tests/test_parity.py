@@ -112,7 +112,7 @@ def _products() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     model = nn.Linear(8, 8)
 
     def loss(m: nn.Module) -> Tensor:
-        h = m(x)
+        h: Tensor = m(x)
         scores = (h @ h.transpose(1, 2) / 8**0.5).softmax(-1)
         mixed: Tensor = torch.einsum("bij,bjd->bid", scores, h).pow(2).mean()
         return mixed + h.sigmoid().sum()
