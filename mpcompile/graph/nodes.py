@@ -96,8 +96,12 @@ def _node_leaves(node: Node) -> Iterator[Node]:
 
 
 def is_backward(node: Node) -> bool:
-    """Whether autograd made ``node`` while it ran backward."""
-    return bool(node.meta.get("autograd_backward"))
+    """Whether autograd made ``node`` while it ran backward.
+
+    torch 2.11 has the partitioner's tag only; a graph that is not partitioned has the other.
+    """
+    tagged = node.meta.get("partitioner_tag") == "is_backward"
+    return tagged or bool(node.meta.get("autograd_backward"))
 
 
 def module_path(node: Node) -> str:
