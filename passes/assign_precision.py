@@ -265,14 +265,16 @@ class _Painter:
 
     def _follow_autograd(self, node: Node, forward: Node | None) -> Decision:
         """Autocast leaves backward alone: a gradient has the dtype of the value it belongs to."""
-        target = self.links.gradient_of(node)
-        stores_half = target is not None and self.states.get(target) is _State.HALF
-        reason = f"gradient of %{target.name}" if target is not None else "gradient"
+        targets = self.links.gradient_of(node)
+        stores_half = bool(targets) and all(
+            self.states.get(target) is _State.HALF for target in targets
+        )
+        reason = f"gradient of %{targets[0].name}" if targets else "gradient"
         given = decisions.get(forward) if forward is not None else None
         if given is not None:
             computes_half = given.precision.computes_half
         else:
-            computes_half = self._is_all_half(node) and (stores_half or target is None)
+            computes_half = self._is_all_half(node) and (stores_half or not targets)
         if computes_half:
             return Decision(Precision.HALF, reason)
         return Decision(Precision.FP32_HALF if stores_half else Precision.FP32, reason)

@@ -31,23 +31,26 @@ class Links:
         """Return the forward node of a backward one, else ``node`` itself."""
         return self.forward.get(node, node)
 
-    def gradient_of(self, node: Node) -> Node | None:
-        """Return the forward node whose result ``node`` is a gradient of.
+    def gradient_of(self, node: Node) -> list[Node]:
+        """Return the forward nodes whose results ``node`` is a gradient of.
 
-        It is the one that the next reader differentiates; sums are passed through. None if
-        ``node`` is an intermediate value of one backward function, or a gradient of an input.
+        They are those that the next readers differentiate; sums are passed through. Several, since
+        the backward of an addition hands its gradient on as it is. Empty if ``node`` is an
+        intermediate value of one backward function, or a gradient of an input.
         """
         here = self.forward.get(node)
-        pending = list(node.users)
+        found: dict[Node, None] = {}
+        pending, seen = list(node.users), set[Node]()
         while pending:
             reader = pending.pop()
-            if reader in self.sums:
+            if reader in self.sums and reader not in seen:
+                seen.add(reader)
                 pending.extend(reader.users)
                 continue
             there = self.forward.get(reader)
             if there is not None and there is not here:
-                return there
-        return None
+                found[there] = None
+        return list(found)
 
 
 def find_links(graph: Graph) -> Links:
