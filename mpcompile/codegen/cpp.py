@@ -1,0 +1,372 @@
+"""C++ spellings, and the frame that runs a kernel over chunks of all tensors together.
+
+The text needs no header of torch and depends on the cases only, never on how many tensors there
+are: a table of pointers, slots and chunks comes in at run time. Chunks are fixed when the table is
+made and partial sums are combined in chunk order, so results do not depend on the thread count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpcompile.codegen.emitter import Block, indent
+from mpcompile.codegen.expr import Expr, Load, Reduce, Scalar, Store, postorder
+from mpcompile.codegen.schedule import Kernel, Phase, Schedule, build_schedule, count_phases
+
+_CTYPES = {
+    "f16": "uint16_t",
+    "bf16": "uint16_t",
+    "f32": "float",
+    "f64": "double",
+    "i64": "int64_t",
+    "bool": "bool",
+}
+
+_SPELLINGS = {
+    "add": "({0} + {1})",
+    "sub": "({0} - {1})",
+    "mul": "({0} * {1})",
+    "div": "({0} / {1})",
+    "neg": "(-{0})",
+    "abs": "std::abs({0})",
+    "sqrt": "std::sqrt({0})",
+    "pow": "std::pow({0}, {1})",
+    "exp": "std::exp({0})",
+    "log": "std::log({0})",
+    "log2": "std::log2({0})",
+    "sin": "std::sin({0})",
+    "cos": "std::cos({0})",
+    "tanh": "std::tanh({0})",
+    "floor": "std::floor({0})",
+    "ceil": "std::ceil({0})",
+    "trunc": "std::trunc({0})",
+    "round": "std::nearbyint({0})",
+    "sign": "sign_of({0})",
+    "max": "max_nan({0}, {1})",
+    "min": "min_nan({0}, {1})",
+    "floordiv": "floor_div({0}, {1})",
+    "mod": "floor_mod({0}, {1})",
+    "lt": "({0} < {1})",
+    "le": "({0} <= {1})",
+    "gt": "({0} > {1})",
+    "ge": "({0} >= {1})",
+    "eq": "({0} == {1})",
+    "ne": "({0} != {1})",
+    "and": "({0} && {1})",
+    "or": "({0} || {1})",
+    "not": "(!{0})",
+    "where": "({0} ? {1} : {2})",
+}
+
+OPS = frozenset(_SPELLINGS)
+"""The operations that C++ spells; every target spells the same."""
+
+_PRELUDE = """\
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+struct Table {
+  void* const* pointers;        // (rows, COLUMNS)
+  const double* numbers;        // (rows, NUMBERS)
+  double* numbers_out;          // (rows, NUMBERS)
+  const double* shared;         // (groups, SHARED)
+  const double* inputs;         // (INPUTS)
+  double* slots;                // (rows, SLOTS)
+  double* partials;             // (chunks, SUMS)
+  const int64_t* kinds;         // (rows): which case
+  const int64_t* groups;        // (rows)
+  const int64_t* first_chunk;   // (rows + 1)
+  const int64_t* chunk_row;     // (chunks)
+  const int64_t* chunk_begin;   // (chunks), in elements
+  const int64_t* chunk_end;     // (chunks), in elements
+};
+
+static inline uint32_t bits_of(float x) { uint32_t u; std::memcpy(&u, &x, 4); return u; }
+static inline float float_of(uint32_t u) { float x; std::memcpy(&x, &u, 4); return x; }
+
+static inline float bf16_to_f32(uint16_t h) { return float_of(uint32_t(h) << 16); }
+
+static inline uint16_t f32_to_bf16(float x) {
+  const uint32_t u = bits_of(x);
+  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return (u & 0x7fffffffu) > 0x7f800000u ? uint16_t(0x7fc0u) : uint16_t(rounded);
+}
+
+// The exponent is moved by a multiplication, which also normalises subnormal halves.
+static inline float f16_to_f32(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000u) << 16, rest = uint32_t(h & 0x7fffu) << 13;
+  const uint32_t finite = bits_of(float_of(rest) * 0x1p112f);
+  return float_of(sign | (rest >= 0x0f800000u ? rest | 0x7f800000u : finite));
+}
+
+// Subnormal halves are rounded by an addition whose last bit is worth 2^-24.
+static inline uint16_t f32_to_f16(float x) {
+  const uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, rest = u & 0x7fffffffu;
+  const uint32_t normal = (rest - 0x38000000u + 0xfffu + ((rest >> 13) & 1u)) >> 13;
+  const uint32_t small = bits_of(float_of(rest) + 0.5f) - 0x3f000000u;
+  const uint32_t large = rest > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const uint32_t finite = rest < 0x38800000u ? small : normal;
+  return uint16_t(sign | (rest >= 0x477ff000u ? large : finite));
+}
+
+template <class T> static inline T sign_of(T x) { return T(T(0) < x) - T(x < T(0)); }
+template <class T> static inline T max_nan(T a, T b) { return a > b || a != a ? a : b; }
+template <class T> static inline T min_nan(T a, T b) { return a < b || a != a ? a : b; }
+template <class T> static inline T floor_div(T a, T b) { return T(std::floor(double(a) / double(b))); }
+template <class T> static inline T floor_mod(T a, T b) { return a - b * floor_div(a, b); }
+"""
+
+_RUN = """\
+extern "C" int64_t run(const Table* table, int64_t phase, int64_t phase_end, int64_t row_begin,
+                       int64_t row_end, int64_t threads) {
+  const Table& t = *table;
+  const int64_t chunk_begin = t.first_chunk[row_begin], chunk_end = t.first_chunk[row_end];
+  for (; phase < phase_end; phase++) {
+    #pragma omp parallel num_threads(int(threads))
+    {
+      #pragma omp for schedule(static)
+      for (int64_t row = row_begin; row < row_end; row++) uniforms(t, phase, row);
+      #pragma omp for schedule(dynamic, 2)
+      for (int64_t c = chunk_begin; c < chunk_end; c++) elements(t, phase, c);
+      #pragma omp for schedule(static)
+      for (int64_t row = row_begin; row < row_end; row++) combine(t, phase, row);
+    }
+  }
+  return 0;
+}
+"""
+
+
+class Cpp:
+    """The spellings of C++17."""
+
+    def ctype(self, dtype: str) -> str:
+        """Return the type of a value of ``dtype``; 16-bit floats travel as their bits."""
+        return _CTYPES[dtype]
+
+    def literal(self, value: float, dtype: str) -> str:
+        """Return an exact literal."""
+        if dtype == "bool":
+            return "true" if value else "false"
+        if dtype == "i64":
+            return f"int64_t({int(value)})"
+        suffix = "f" if dtype == "f32" else ""
+        if math.isnan(value) or math.isinf(value):
+            name = "nan" if math.isnan(value) else "inf"
+            call = f'__builtin_{name}{suffix}({chr(34) * 2 if name == "nan" else ""})'
+            return f"(-{call})" if value < 0 else call
+        return f"({value.hex()}{suffix})" if value < 0 else f"{float(value).hex()}{suffix}"
+
+    def spelling(self, op: str, dtype: str, args: list[str]) -> str:
+        """Return ``op`` applied to ``args``."""
+        return _SPELLINGS[op].format(*args)
+
+    def cast(self, source: str, dest: str, arg: str) -> str:
+        """Return ``arg`` converted from ``source`` to ``dest``, through f32 for 16 bits."""
+        if source in ("f16", "bf16"):
+            widened = f"{source}_to_f32({arg})"
+            return widened if dest == "f32" else self.cast("f32", dest, widened)
+        if dest in ("f16", "bf16"):
+            return f"f32_to_{dest}({self.cast(source, 'f32', arg)})"
+        return arg if source == dest else f"{_CTYPES[dest]}({arg})"
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Where the leaves of one case live; ``index`` maps leaf names to (array, position)."""
+
+    kernel: Kernel
+    schedule: Schedule
+    index: dict[str, tuple[str, int]]
+
+    def column(self, name: str, dtype: str) -> str:
+        return f"(({_CTYPES[dtype]}*)ptr[{self.index[name][1]}])"
+
+    def slot(self, expr: Expr) -> str:
+        return f"({_CTYPES[expr.dtype]})slot[{self.schedule.slots[expr]}]"
+
+    def uniform_leaf(self, expr: Expr) -> str | None:
+        """Spell a leaf of the uniform part, or a reduction of an earlier phase."""
+        if isinstance(expr, Reduce):
+            return self.slot(expr)
+        if not isinstance(expr, Scalar):
+            return None
+        array, position = self.index[expr.name]
+        if array == "ptr":
+            return f"*{self.column(expr.name, expr.dtype)}"
+        return f"({_CTYPES[expr.dtype]}){array}[{position}]"
+
+
+def _leaf_index(kernel: Kernel) -> dict[str, tuple[str, int]]:
+    arrays = {
+        "ptr": kernel.columns,
+        "number": kernel.numbers,
+        "shared": kernel.shared,
+        "input": kernel.inputs,
+    }
+    return {name: (a, i) for a, names in arrays.items() for i, name in enumerate(names)}
+
+
+def _uniform_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
+    """Return the function that computes what one tensor needs before its elements."""
+    block = Block(Cpp(), frame.uniform_leaf)
+    roots = phase.uniforms + [store.value for store in phase.uniform_stores]
+    names = block.emit(roots)
+    count = len(phase.uniforms)
+    writes = [
+        f"slot[{frame.schedule.slots[expr]}] = double({text});"
+        for expr, text in zip(phase.uniforms, names[:count], strict=True)
+    ]
+    for store, text in zip(phase.uniform_stores, names[count:], strict=True):
+        if frame.index[store.buffer][0] == "number":
+            writes.append(f"number_out[{frame.index[store.buffer][1]}] = double({text});")
+        else:
+            writes.append(f"*{frame.column(store.buffer, store.value.dtype)} = {text};")
+    head = [
+        "void* const* ptr = t.pointers + row * COLUMNS;",
+        "const double* number = t.numbers + row * NUMBERS;",
+        "double* number_out = t.numbers_out + row * NUMBERS;",
+        "const double* shared = t.shared + t.groups[row] * SHARED;",
+        "const double* input = t.inputs;",
+        "double* slot = t.slots + row * SLOTS;",
+        "(void)ptr, (void)number, (void)number_out, (void)shared, (void)input, (void)slot;",
+    ]
+    body = indent(head + block.lines + writes)
+    return [f"static void {name}(const Table& t, int64_t row) {{", *body, "}", ""]
+
+
+def _element_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
+    """Return the function that runs over the elements of one chunk."""
+    roots = [r.operand for r in phase.reductions] + [store.value for store in phase.stores]
+    slots = [e for e in postorder(roots) if e in frame.schedule.slots]
+    buffers = _buffers(roots, phase.stores)
+    head = ["void* const* ptr = t.pointers + row * COLUMNS;"] if buffers else []
+    for buffer, (dtype, written) in buffers.items():
+        kind = _CTYPES[dtype] if written else f"const {_CTYPES[dtype]}"
+        position = frame.index[buffer][1]
+        head.append(f"{kind}* __restrict b{position} = ({kind}*)ptr[{position}];")
+    if slots:
+        head.append("const double* slot = t.slots + row * SLOTS;")
+    for e in slots:
+        head.append(f"const {_CTYPES[e.dtype]} s{frame.schedule.slots[e]} = {frame.slot(e)};")
+
+    def leaf(expr: Expr) -> str | None:
+        if isinstance(expr, Load):
+            return f"b{frame.index[expr.buffer][1]}[i]"
+        return f"s{frame.schedule.slots[expr]}" if expr in frame.schedule.slots else None
+
+    block = Block(Cpp(), leaf)
+    texts = block.emit(roots)
+    count = len(phase.reductions)
+    body = [_accumulate(r, k, text) for k, (r, text) in enumerate(zip(phase.reductions, texts))]
+    for store, text in zip(phase.stores, texts[count:], strict=True):
+        body.append(f"b{frame.index[store.buffer][1]}[i] = {text};")
+    sums = [f"r{k}" for k, r in enumerate(phase.reductions) if r.op == "sum"]
+    head += [f"double r{k} = 0;" for k in range(count)]
+    if len(sums) == count:
+        head.append("#pragma omp simd" + (f" reduction(+ : {', '.join(sums)})" if sums else ""))
+    loop = ["for (int64_t i = begin; i < end; i++) {", *indent(block.lines + body), "}"]
+    tail = [
+        f"partial[{frame.schedule.slots[r]}] = r{k};" for k, r in enumerate(phase.reductions)
+    ]
+    unused = [] if phase.reductions else ["(void)partial;"]
+    signature = "(const Table& t, int64_t row, int64_t begin, int64_t end, double* partial) {"
+    return [f"static void {name}{signature}", *indent([*unused, *head, *loop, *tail]), "}", ""]
+
+
+def _accumulate(reduction: Reduce, position: int, text: str) -> str:
+    if reduction.op == "sum":
+        return f"r{position} += double({text});"
+    return f"r{position} = max_nan(double({text}), r{position});"
+
+
+def _buffers(roots: Sequence[Expr], stores: Sequence[Store]) -> dict[str, tuple[str, bool]]:
+    """Return (dtype, written) of each buffer that a loop touches."""
+    written = {store.buffer: store.value.dtype for store in stores}
+    found = {buffer: (dtype, True) for buffer, dtype in written.items()}
+    for expr in postorder(roots):
+        if isinstance(expr, Load) and expr.buffer not in found:
+            found[expr.buffer] = (expr.dtype, False)
+    return dict(sorted(found.items()))
+
+
+def _dispatch(name: str, arguments: str, call: str, table: dict[tuple[int, int], str]) -> list[str]:
+    """Return the function that picks a case and a phase; a row without work does nothing."""
+    cases = [f"case {c} * PHASES + {p}: return {f}({call});" for (c, p), f in table.items()]
+    head = f"static void {name}(const Table& t, int64_t phase, {arguments}) {{"
+    return [head, *indent(["switch (t.kinds[row] * PHASES + phase) {", *indent(cases), "}"]), "}", ""]
+
+
+def _combine(schedules: Sequence[Schedule]) -> list[str]:
+    """Return the function that folds the partial sums of a row, in chunk order."""
+    table: list[str] = []
+    for c, schedule in enumerate(schedules):
+        for p, phase in enumerate(schedule.phases):
+            folds = []
+            for r in phase.reductions:
+                k = schedule.slots[r]
+                fold = "a + x" if r.op == "sum" else "max_nan(x, a)"
+                folds.append(
+                    f"{{ double a = 0; for (int64_t c = t.first_chunk[row]; "
+                    f"c < t.first_chunk[row + 1]; c++) {{ const double x = t.partials[c * SUMS + {k}]; "
+                    f"a = {fold}; }} slot[{k}] = a; }}"
+                )
+            if folds:
+                table += [f"case {c} * PHASES + {p}:", *indent(folds), "  return;"]
+    head = "static void combine(const Table& t, int64_t phase, int64_t row) {"
+    body = ["double* slot = t.slots + row * SLOTS;", "(void)slot;"]
+    return [head, *indent([*body, "switch (t.kinds[row] * PHASES + phase) {", *indent(table), "}"]), "}", ""]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The widths of the arrays that a kernel's table needs, in entries."""
+
+    phases: int
+    slots: int
+    sums: int
+
+
+def measure(kernel: Kernel) -> Sizes:
+    """Return how wide the slots and the partial sums of ``kernel`` are."""
+    schedules = [build_schedule(case) for case in kernel.cases]
+    sums = [len([e for e in s.slots if isinstance(e, Reduce)]) for s in schedules]
+    return Sizes(count_phases(kernel), max(len(s.slots) for s in schedules), max(sums))
+
+
+def emit_cpp(kernel: Kernel) -> str:
+    """Return the C++ source of ``kernel``; it exports ``run``."""
+    schedules = [build_schedule(case) for case in kernel.cases]
+    sizes, index = measure(kernel), _leaf_index(kernel)
+    lines = [f"// {kernel.name}", _PRELUDE]
+    constants = {
+        "COLUMNS": len(kernel.columns),
+        "NUMBERS": len(kernel.numbers),
+        "SHARED": len(kernel.shared),
+        "SLOTS": sizes.slots,
+        "SUMS": sizes.sums,
+        "PHASES": sizes.phases,
+    }
+    lines += [f"static constexpr int64_t {name} = {value};" for name, value in constants.items()]
+    lines.append("")
+    uniforms: dict[tuple[int, int], str] = {}
+    elements: dict[tuple[int, int], str] = {}
+    for c, schedule in enumerate(schedules):
+        frame = _Frame(kernel, schedule, index)
+        for p, phase in enumerate(schedule.phases):
+            if phase.uniforms or phase.uniform_stores:
+                uniforms[c, p] = f"uniforms_{c}_{p}"
+                lines += _uniform_function(frame, phase, uniforms[c, p])
+            if phase.reductions or phase.stores:
+                elements[c, p] = f"elements_{c}_{p}"
+                lines += _element_function(frame, phase, elements[c, p])
+    lines += _dispatch("uniforms", "int64_t row", "t, row", uniforms)
+    begin_end = "t, row, t.chunk_begin[c], t.chunk_end[c], t.partials + c * SUMS"
+    dispatch = _dispatch("elements", "int64_t c", begin_end, elements)
+    dispatch.insert(1, "  const int64_t row = t.chunk_row[c];")
+    return "\n".join([*lines, *dispatch, *_combine(schedules), _RUN])
+
+

@@ -1,0 +1,130 @@
+"""Split what a kernel computes into phases, and give every value shared between them a slot.
+
+A phase is: uniform values of each tensor, then partial sums or stores for each chunk of elements,
+then the combination of partial sums for each tensor. A slot is one f64 of one tensor; it carries a
+uniform value into the element loops and a reduction into the next phase. Phases need no barrier
+between chunks, so a GPU runs one launch a phase and a CPU one parallel region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from mpcompile.codegen.expr import (
+    Constant,
+    Expr,
+    Load,
+    Reduce,
+    Scalar,
+    Store,
+    levels,
+    postorder,
+    uniform_set,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The update of one kind of tensor.
+
+    ``stores`` write its buffers. ``sums`` are reductions wanted for themselves; the caller finds
+    sum ``k`` in slot ``k``. ``temps`` maps a buffer to the phase after which outside code fills it;
+    stores to a buffer in ``early`` happen as soon as their value is known, the others last.
+    """
+
+    stores: tuple[Store, ...] = ()
+    sums: tuple[Reduce, ...] = ()
+    temps: tuple[tuple[str, int], ...] = ()
+    early: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Several cases in one source, and where their leaves live.
+
+    ``columns`` are tensors of a row (buffers, and 0-dim tensors), ``numbers`` Python numbers of a
+    row, ``shared`` numbers of a parameter group, ``inputs`` numbers of one launch.
+    """
+
+    name: str
+    cases: tuple[Case, ...]
+    columns: tuple[str, ...]
+    numbers: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+
+
+@dataclass
+class Phase:
+    """What one phase of one case does."""
+
+    uniforms: list[Expr] = field(default_factory=list)
+    uniform_stores: list[Store] = field(default_factory=list)
+    reductions: list[Reduce] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The phases of one case and the slot of each value that crosses a loop or a phase."""
+
+    phases: tuple[Phase, ...]
+    slots: Mapping[Expr, int]
+
+
+def build_schedule(case: Case) -> Schedule:
+    """Assign every uniform value, reduction and store of ``case`` to its phase."""
+    roots = [store.value for store in case.stores] + list(case.sums)
+    level = levels(roots, dict(case.temps))
+    uniform = uniform_set(roots)
+    reductions = [expr for expr in postorder(roots) if isinstance(expr, Reduce)]
+    reductions.sort(key=lambda expr: expr not in case.sums)
+    last = max(level.values(), default=0)
+    phases = tuple(Phase() for _ in range(last + 1))
+    slots: dict[Expr, int] = {expr: index for index, expr in enumerate(reductions)}
+    for reduction in reductions:
+        phases[level[reduction] - 1].reductions.append(reduction)
+    for store in case.stores:
+        at = level[store.value] if store.buffer in case.early else last
+        phase = phases[at]
+        (phase.uniform_stores if store.value in uniform else phase.stores).append(store)
+    elementwise = [r.operand for r in reductions]
+    elementwise += [store.value for phase in phases for store in phase.stores]
+    for expr in _outermost_uniforms(elementwise, uniform):
+        if expr not in slots:
+            slots[expr] = len(slots)
+            phases[level[expr]].uniforms.append(expr)
+    return Schedule(phases, slots)
+
+
+def _outermost_uniforms(roots: Iterable[Expr], uniform: set[Expr]) -> list[Expr]:
+    """Return the uniform values that element loops read, in postorder; literals are none."""
+    roots = list(roots)
+    read = {root for root in roots if root in uniform}
+    for expr in postorder(roots):
+        if expr not in uniform and not isinstance(expr, Load):
+            read.update(arg for arg in expr.args if arg in uniform)
+    return [e for e in postorder(roots) if e in read and not isinstance(e, Constant)]
+
+
+def count_phases(kernel: Kernel) -> int:
+    """Return the number of phases that the longest case of ``kernel`` has."""
+    return max(len(build_schedule(case).phases) for case in kernel.cases)
+
+
+def count_bytes(case: Case, widths: Mapping[str, int]) -> tuple[int, int]:
+    """Return the bytes read and written for one element; ``widths`` gives bytes by dtype."""
+    roots = [store.value for store in case.stores] + list(case.sums)
+    uniform = uniform_set(roots)
+    reads = sum(widths[e.dtype] for e in postorder(roots) if isinstance(e, Load))
+    writes = sum(widths[s.value.dtype] for s in case.stores if s.value not in uniform)
+    return reads, writes
+
+
+def leaves(case: Case) -> list[Expr]:
+    """Return the ``Load`` and ``Scalar`` leaves of ``case``."""
+    roots = [store.value for store in case.stores] + list(case.sums)
+    return [e for e in postorder(roots) if isinstance(e, (Load, Scalar))]
+
+

@@ -1,0 +1,1 @@
+"""What lives between calls: traced updates, tensor tables, launches and custom ops."""
