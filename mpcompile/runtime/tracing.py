@@ -1,0 +1,345 @@
+"""Trace an optimizer's own step code for a few representative parameters.
+
+The step runs unwrapped on a shallow copy of the optimizer whose groups and state hold fake tensors
+and symbolic numbers, under ``make_fx`` and ``functionalize``: a flat graph without mutation. Python
+numbers stay inputs; where Python branches on one, the branch taken is recorded (``symbols``).
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import math
+import sys
+import threading
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+from mpcompile.codegen.extract import Leaf
+from mpcompile.errors import CodegenError
+from mpcompile.runtime.structure import (
+    GroupStructure,
+    ParamStructure,
+    flat_items,
+    substitute_group,
+)
+from mpcompile.runtime.symbols import SYMBOLS, Decisions, ItemMode, ScalarEnv, fake_mode
+
+_lock = threading.RLock()
+
+
+class StateMissing(CodegenError):
+    """The step creates state; let the optimizer do that itself, once."""
+
+
+@dataclass(frozen=True)
+class Representative:
+    """A parameter that stands for its class, with the optimizer's state for it."""
+
+    param: torch.Tensor
+    state: dict[str, Any]
+    structure: ParamStructure
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """The graph of one trace. ``outputs`` and then ``decisions`` name its outputs, in order."""
+
+    gm: GraphModule
+    leaves: tuple[Leaf, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    outputs: tuple[Leaf, ...]
+    decisions: Decisions
+    reads_shape: bool
+
+
+def step_code(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return the step of the optimizer's class without the wrappers around it."""
+    step: Any = type(optimizer).step
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
+
+
+class _WatchMode(TorchFunctionMode):
+    """Notes whether the step reads shapes, and keeps numbers made into tensors symbolic."""
+
+    SHAPE_READS = frozenset(
+        {
+            torch.Tensor.shape.__get__,
+            torch.Tensor.size,
+            torch.Tensor.numel,
+            torch.Tensor.nelement,
+            torch.Tensor.__len__,
+            torch.Tensor.stride,
+        }
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads_shape = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``."""
+        kwargs = kwargs or {}
+        self.reads_shape |= func in self.SHAPE_READS
+        if func in (torch.as_tensor, torch.tensor) and isinstance(args[0], SYMBOLS):
+            dtype = torch.get_default_dtype() if isinstance(args[0], torch.SymFloat) else None
+            return torch.full((), args[0], dtype=kwargs.get("dtype") or dtype)
+        if func is torch.Tensor.square_:  # functionalize has no rule for it (2.11 to 2.14)
+            return args[0].copy_(args[0] * args[0])
+        return func(*args, **kwargs)
+
+
+def _symbolic(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, SYMBOLS) for arg in args):
+            return traced(*args)
+        return plain(*args, **kwargs)
+
+    return either
+
+
+_BUILTINS = {
+    "min": _symbolic(builtins.min, lambda *args: functools.reduce(torch.sym_min, args)),
+    "max": _symbolic(builtins.max, lambda *args: functools.reduce(torch.sym_max, args)),
+    "float": builtins.float,
+}
+_MATH = types.SimpleNamespace(
+    **{
+        **vars(math),
+        "sqrt": _symbolic(math.sqrt, torch.sym_sqrt),
+        "pow": _symbolic(math.pow, lambda a, b: torch.sym_float(a) ** b),
+    }
+)
+
+
+@contextlib.contextmanager
+def _symbolic_math(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let ``min``, ``max`` and ``math`` in the optimizer's modules take symbols.
+
+    The stand-ins do what the originals do with everything else, so other threads may meet them.
+    """
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    for name in {cls.__module__ for cls in type(optimizer).__mro__ if cls is not object}:
+        module = vars(sys.modules[name]) if name in sys.modules else {}
+        for key in ("min", "max"):
+            if module and key not in module:
+                undo.append((module, key, None))
+                module[key] = _BUILTINS[key]
+        for key, value in list(module.items()):
+            if value is math:
+                undo.append((module, key, value))
+                module[key] = _MATH
+            elif value is math.sqrt or value is math.pow:
+                undo.append((module, key, value))
+                module[key] = getattr(_MATH, value.__name__)
+        if "_get_capturable_supported_devices" in module:
+            key = "_get_capturable_supported_devices"
+            undo.append((module, key, module[key]))
+            module[key] = lambda *args, **kwargs: ["cpu", "cuda", "xpu", "hpu"]
+    try:
+        yield
+    finally:
+        for module, key, value in reversed(undo):
+            if value is None:
+                del module[key]
+            else:
+                module[key] = value
+
+
+class _Inputs:
+    """The fake tensors and symbols of one trace, in placeholder order, and what each stands for."""
+
+    def __init__(self, env: ScalarEnv) -> None:
+        self.env, self.mode = env, fake_mode(env)
+        self.flat: list[Any] = []
+        self.leaves: list[Leaf] = []
+        self.values: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def tensor(self, name: str, owner: int, like: torch.Tensor) -> int:
+        """Add a tensor like ``like``; return its position."""
+        with self.mode:
+            fake = torch.empty_strided(
+                like.shape, like.stride(), dtype=like.dtype, device=like.device
+            )
+        if like.dim() == 0:
+            self.values.append((fake, like.detach().clone()))
+        return self._add(name, owner, fake)
+
+    def number(self, name: str, owner: int, hint: float) -> int:
+        """Add a Python number; return its position."""
+        return self._add(name, owner, self.env.number(hint))
+
+    def _add(self, name: str, owner: int, value: Any) -> int:
+        self.flat.append(value)
+        self.leaves.append(Leaf(name, owner))
+        return len(self.flat) - 1
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """Positions among the inputs: of the group's entries, and of each representative's."""
+
+    group: dict[str, int]
+    owned: tuple[dict[str, int], ...]
+
+
+def _add_inputs(
+    inputs: _Inputs, group: dict[str, Any], structure: GroupStructure, reps: Sequence[Representative]
+) -> _Slots:
+    values = dict(flat_items(group))
+    shared = {p: inputs.number(f"group.{p}", -1, values[p]) for p, _ in structure.numbers}
+    for path, _ in structure.tensors:
+        value = values[path]
+        shared[path] = inputs.tensor(f"group.{path}", -1, value.detach().reshape(()))
+    owned = []
+    for owner, rep in enumerate(reps):
+        at = {
+            "param": inputs.tensor(f"{owner}:param", owner, rep.param.detach()),
+            "grad": inputs.tensor(f"{owner}:grad", owner, rep.param.detach()),
+        }
+        for entry in rep.structure.state:
+            name, value = f"{owner}:state.{entry.key}", rep.state[entry.key]
+            if entry.kind == "number":
+                at[entry.key] = inputs.number(name, owner, value)
+            elif entry.kind != "constant":
+                at[entry.key] = inputs.tensor(name, owner, value)
+        owned.append(at)
+    return _Slots(shared, tuple(owned))
+
+
+def trace_step(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    structure: GroupStructure,
+    reps: Sequence[Representative],
+    forced: tuple[bool, ...] = (),
+) -> StepTrace:
+    """Trace one step of ``optimizer`` on ``reps``, all of ``group``.
+
+    The outputs are every tensor and number of the representatives after the step, named as the
+    leaves are. Branches follow ``forced`` as far as it goes, then the values of the moment.
+
+    Raises:
+        StateMissing: the step creates state.
+        CodegenError: the step cannot be traced; the message says why.
+    """
+    with _lock:
+        decisions = Decisions(forced)
+        inputs = _Inputs(ScalarEnv(decisions))
+        slots = _add_inputs(inputs, group, structure, reps)
+        watch = _WatchMode()
+        names: list[Leaf] = []
+        run = functools.partial(_run_step, optimizer, group, reps, slots, names, watch)
+
+        def traced(*flat: Any) -> tuple[list[Any], list[Any]]:
+            with ItemMode(inputs.env, inputs.values):
+                out = torch.func.functionalize(run)(*flat)
+            return out, [made.symbol for made in decisions.made]
+
+        with torch.no_grad(), inputs.mode, _symbolic_math(optimizer), _reasons(optimizer):
+            gm = make_fx(traced, tracing_mode="real")(*inputs.flat)
+    shapes = tuple(tuple(rep.param.shape) for rep in reps)
+    return StepTrace(gm, tuple(inputs.leaves), shapes, tuple(names), decisions, watch.reads_shape)
+
+
+@contextlib.contextmanager
+def _reasons(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Turn what the user's step raises on fake tensors into one error with the reason."""
+    try:
+        yield
+    except CodegenError:
+        raise
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        NotImplementedError,
+        AssertionError,
+        LookupError,
+        ArithmeticError,
+    ) as error:
+        text = str(error).strip().splitlines()
+        raise CodegenError(
+            f"fuse-updates: {type(optimizer).__name__}.step cannot be traced "
+            f"({type(error).__name__}: {text[0] if text else ''})."
+        ) from error
+
+
+def _run_step(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    reps: Sequence[Representative],
+    slots: _Slots,
+    names: list[Leaf],
+    watch: _WatchMode,
+    *flat: Any,
+) -> list[Any]:
+    """Run the step on a copy of the optimizer that holds ``flat``; return what it left."""
+    copy = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    copy.grad_scale = copy.found_inf = None
+    shared = substitute_group(group, {path: flat[at] for path, at in slots.group.items()})
+    shared["params"] = [flat[at["param"]] for at in slots.owned]
+    copy.param_groups, copy.state = [shared], defaultdict(dict)
+    for rep, at in zip(reps, slots.owned, strict=True):
+        param = flat[at["param"]]
+        param.grad = flat[at["grad"]]
+        copy.state[param] = {
+            entry.key: flat[at[entry.key]] if entry.key in at else rep.state[entry.key]
+            for entry in rep.structure.state
+        }
+    with watch:
+        step_code(optimizer)(copy)
+    names.clear()
+    return _results(copy, reps, slots, names, flat)
+
+
+def _results(
+    copy: torch.optim.Optimizer,
+    reps: Sequence[Representative],
+    slots: _Slots,
+    names: list[Leaf],
+    flat: Sequence[Any],
+) -> list[Any]:
+    """Return the parameters, gradients and states that the step left; append their names."""
+    values: list[Any] = []
+    for owner, (rep, at) in enumerate(zip(reps, slots.owned, strict=True)):
+        param = flat[at["param"]]
+        values += [param, flat[at["grad"]]]
+        names += [Leaf(f"{owner}:param", owner), Leaf(f"{owner}:grad", owner)]
+        after = copy.state[param]
+        if set(after) != {entry.key for entry in rep.structure.state}:
+            raise StateMissing("fuse-updates: the step creates state.")
+        for entry in rep.structure.state:
+            value = after[entry.key]
+            if entry.kind == "constant":
+                if value is not rep.state[entry.key]:
+                    raise StateMissing(f"fuse-updates: the step sets state {entry.key!r}.")
+                continue
+            _check_same_kind(entry.key, flat[at[entry.key]], value)
+            values.append(value)
+            names.append(Leaf(f"{owner}:state.{entry.key}", owner))
+    return values
+
+
+def _check_same_kind(key: str, before: Any, after: Any) -> None:
+    if isinstance(before, torch.Tensor):
+        same = isinstance(after, torch.Tensor)
+        same = same and after.shape == before.shape and after.dtype == before.dtype
+    else:
+        same = isinstance(after, (int, float, *SYMBOLS))
+    if not same:
+        raise CodegenError(f"fuse-updates: the step changes what state {key!r} is.")
