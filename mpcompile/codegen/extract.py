@@ -63,7 +63,7 @@ class Call:
 
     target: Any
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: tuple[tuple[str, Any], ...]
     result: str
     index: int | None
     shape: tuple[int, ...]
@@ -244,7 +244,7 @@ class Extractor:
         calls = self.result.calls.setdefault(owner, [])
         name = f"{owner}:temp.{len(calls)}"
         dtype, shape = self._tensor_dtype(node), tuple(val.shape)
-        calls.append(Call(node.target, tuple(args), kwargs, name, None, shape, val.dtype))
+        calls.append(Call(node.target, tuple(args), tuple(kwargs.items()), name, None, shape, val.dtype))
         return Value((scalar if shape == () else load)(name, dtype), shape, owner)
 
     def number_of(self, arg: Any, dtype: str) -> Expr:

@@ -199,7 +199,7 @@ def _local_call(call: Call) -> Call:
         return Value(localize(arg.expr), arg.shape, 0) if isinstance(arg, Value) else arg
 
     args = tuple(_map(local, arg) for arg in call.args)
-    kwargs = {name: _map(local, arg) for name, arg in call.kwargs.items()}
+    kwargs = tuple((name, _map(local, arg)) for name, arg in call.kwargs)
     return Call(
         call.target, args, kwargs, local_name(call.result), call.index, call.shape, call.dtype
     )

@@ -10,8 +10,8 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import inspect
 import math
-import sys
 import threading
 import types
 from collections import defaultdict
@@ -113,7 +113,6 @@ def _symbolic(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callable
 _BUILTINS = {
     "min": _symbolic(builtins.min, lambda *args: functools.reduce(torch.sym_min, args)),
     "max": _symbolic(builtins.max, lambda *args: functools.reduce(torch.sym_max, args)),
-    "float": builtins.float,
 }
 _MATH = types.SimpleNamespace(
     **{
@@ -131,10 +130,9 @@ def _symbolic_math(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     The stand-ins do what the originals do with everything else, so other threads may meet them.
     """
     undo: list[tuple[dict[str, Any], str, Any]] = []
-    for name in {cls.__module__ for cls in type(optimizer).__mro__ if cls is not object}:
-        module = vars(sys.modules[name]) if name in sys.modules else {}
+    for module in _globals_of(optimizer):
         for key in ("min", "max"):
-            if module and key not in module:
+            if key not in module:
                 undo.append((module, key, None))
                 module[key] = _BUILTINS[key]
         for key, value in list(module.items()):
@@ -158,11 +156,22 @@ def _symbolic_math(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 module[key] = value
 
 
+def _globals_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the global names that the methods of the optimizer's classes see."""
+    found: dict[int, dict[str, Any]] = {}
+    for cls in type(optimizer).__mro__:
+        for value in vars(cls).values():
+            function = inspect.unwrap(value) if callable(value) else None
+            if isinstance(function, types.FunctionType) and cls is not torch.optim.Optimizer:
+                found[id(function.__globals__)] = function.__globals__
+    return list(found.values())
+
+
 class _Inputs:
     """The fake tensors and symbols of one trace, in placeholder order, and what each stands for."""
 
-    def __init__(self, env: ScalarEnv) -> None:
-        self.env, self.mode = env, fake_mode(env)
+    def __init__(self, env: ScalarEnv, scale: float) -> None:
+        self.env, self.mode, self.scale = env, fake_mode(env), scale
         self.flat: list[Any] = []
         self.leaves: list[Leaf] = []
         self.values: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -174,11 +183,14 @@ class _Inputs:
                 like.shape, like.stride(), dtype=like.dtype, device=like.device
             )
         if like.dim() == 0:
-            self.values.append((fake, like.detach().clone()))
+            value = like.detach().clone()
+            self.values.append((fake, value if owner < 0 else value.mul(self.scale).to(like.dtype)))
         return self._add(name, owner, fake)
 
     def number(self, name: str, owner: int, hint: float) -> int:
         """Add a Python number; return its position."""
+        if owner >= 0:
+            hint = type(hint)(hint * self.scale)
         return self._add(name, owner, self.env.number(hint))
 
     def _add(self, name: str, owner: int, value: Any) -> int:
@@ -229,15 +241,38 @@ def trace_step(
     """Trace one step of ``optimizer`` on ``reps``, all of ``group``.
 
     The outputs are every tensor and number of the representatives after the step, named as the
-    leaves are. Branches follow ``forced`` as far as it goes, then the values of the moment.
+    leaves are. Branches follow ``forced`` as far as it goes, then the values of the moment. On a
+    forced path these may make no sense (the root of a negative number), so others are tried.
 
     Raises:
         StateMissing: the step creates state.
         CodegenError: the step cannot be traced; the message says why.
     """
+    for scale in _STATE_SCALES[: len(_STATE_SCALES) if forced else 1]:
+        try:
+            return _trace_once(optimizer, group, structure, reps, forced, scale)
+        except StateMissing:
+            raise
+        except CodegenError as error:
+            failure = error
+    raise failure
+
+
+_STATE_SCALES = (1.0, 1000.0, 0.001)
+"""Factors on the state's numbers while tracing; they reach both ends of a warm-up."""
+
+
+def _trace_once(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    structure: GroupStructure,
+    reps: Sequence[Representative],
+    forced: tuple[bool, ...],
+    scale: float,
+) -> StepTrace:
     with _lock:
         decisions = Decisions(forced)
-        inputs = _Inputs(ScalarEnv(decisions))
+        inputs = _Inputs(ScalarEnv(decisions), scale)
         slots = _add_inputs(inputs, group, structure, reps)
         watch = _WatchMode()
         names: list[Leaf] = []

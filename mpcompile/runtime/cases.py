@@ -1,0 +1,227 @@
+"""From the analysis of a class of parameters to the case of a kernel.
+
+What surrounds the optimizer's arithmetic is added here: the steps that a gradient goes through
+first (unscaling, clipping), writing the gradient back, the 16-bit copy of the parameter, and the
+buffers through which whole-tensor calls (a matrix product) exchange values with the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpcompile.codegen.expr import (
+    Expr,
+    Load,
+    Scalar,
+    Store,
+    apply,
+    cast,
+    levels,
+    load,
+    postorder,
+    reduce,
+    scalar,
+    substitute,
+    uniform_set,
+)
+from mpcompile.codegen.extract import NUM_ELEMENTS, Call, Value, compute_dtype
+from mpcompile.codegen.schedule import Case, Kernel
+from mpcompile.errors import CodegenError
+from mpcompile.runtime.analysis import Analysis
+from mpcompile.runtime.structure import ParamStructure
+
+SCALE, CLAMP = "scale", "clamp"
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a kernel does around the update; dtypes are names. Part of a case's key.
+
+    ``grad_steps`` is what happens to the gradient first, each step with one number of the launch:
+    ``scale`` multiplies by it, ``clamp`` limits to plus or minus it.
+    """
+
+    grad: str
+    copy: str | None = None
+    write_grad: bool = False
+    grad_steps: tuple[str, ...] = (SCALE,)
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """An ATen call between two phases: it runs after ``phase``.
+
+    ``buffers`` maps positions among its flat arguments to buffers that the kernel filled or that
+    are the row's own; ``numbers`` to numbers that the kernel wrote.
+    """
+
+    call: Call
+    phase: int
+    buffers: tuple[tuple[int, str], ...]
+    numbers: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class PlannedCase:
+    """A case, the calls between its phases, and states that are copied from a call's result."""
+
+    case: Case
+    calls: tuple[PlannedCall, ...] = ()
+    copies: tuple[tuple[str, str], ...] = ()
+    buffers: tuple[tuple[str, str], ...] = ()
+
+
+def step_input(position: int) -> str:
+    """Return the name of the launch number that grad step ``position`` uses."""
+    return f"input.grad_step.{position}"
+
+
+def prepared_grad(grad: Expr, steps: Sequence[str]) -> Expr:
+    """Return the gradient after ``steps``, in the dtype it is computed in."""
+    at = compute_dtype(grad.dtype)
+    value = cast(grad, at)
+    for position, step in enumerate(steps):
+        number = cast(scalar(step_input(position), "f64"), at)
+        if step == SCALE:
+            value = apply("mul", value, number, dtype=at)
+        else:
+            low = apply("max", value, apply("neg", number, dtype=at), dtype=at)
+            value = apply("min", low, number, dtype=at)
+    return value
+
+
+def plan_case(analysis: Analysis, structure: ParamStructure, around: Surroundings) -> PlannedCase:
+    """Return the case that updates parameters of ``structure``."""
+    is_scalar = structure.ndim == 0
+    leaf = scalar if is_scalar else load
+    traced_dtype = analysis.results["param"].dtype
+    traced, real = leaf("grad", traced_dtype), leaf("grad", around.grad)
+    grad = cast(prepared_grad(real, around.grad_steps), traced_dtype)
+    shapes = {f"state.{entry.key}": entry.kind for entry in structure.state}
+    names = list(analysis.results)
+    leaves = {traced: grad, **_number_leaves(structure)}
+    values = dict(zip(names, substitute(analysis.results.values(), leaves), strict=True))
+    changed_grad = values["grad"] is not grad
+    stores, copies = [], []
+    for name, value in values.items():
+        if isinstance(value, (Load, Scalar)) and _leaf_name(value) in (name, f"number.{name}"):
+            continue
+        if name == "grad":
+            if changed_grad or around.write_grad:
+                stores.append(Store("grad", cast(value, around.grad)))
+        elif shapes.get(name) == "other":
+            copies.append((name, _result_of(name, value)))
+        else:
+            stores.append(Store(f"number.{name}" if shapes.get(name) == "number" else name, value))
+    if around.copy:
+        stores.append(Store("copy", cast(values["param"], around.copy)))
+    calls, extra, temps, dtypes = _plan_calls(analysis.calls, leaves)
+    early = frozenset(store.buffer for store in extra)
+    case = Case((*stores, *extra), (), temps, early)
+    return PlannedCase(case, calls, tuple(copies), dtypes)
+
+
+def _number_leaves(structure: ParamStructure) -> dict[Expr, Expr]:
+    """Return the Python numbers of a tensor, mapped to leaves that say so in their names."""
+    names = {f"state.{entry.key}": entry.dtype for entry in structure.state if entry.kind == "number"}
+    names[NUM_ELEMENTS] = "i64"
+    return {scalar(n, str(d)): scalar(f"number.{n}", str(d)) for n, d in names.items()}
+
+
+def _leaf_name(leaf: Load | Scalar) -> str:
+    return leaf.buffer if isinstance(leaf, Load) else leaf.name
+
+
+def _result_of(name: str, value: Expr) -> str:
+    if isinstance(value, Load):
+        return value.buffer
+    raise CodegenError(f"fuse-updates: {name} has a shape of its own and is computed elementwise.")
+
+
+def _plan_calls(
+    calls: Sequence[Call], leaves: dict[Expr, Expr]
+) -> tuple[
+    tuple[PlannedCall, ...],
+    list[Store],
+    tuple[tuple[str, int], ...],
+    tuple[tuple[str, str], ...],
+]:
+    """Return the calls with their phases, the stores they need, and when results can be read."""
+    planned: list[PlannedCall] = []
+    stores: list[Store] = []
+    dtypes: list[tuple[str, str]] = []
+    available: dict[str, int] = {}
+    for number, call in enumerate(calls):
+        flat = flat_arguments(call)
+        buffers, numbers, phase = [], [], 0
+        for position, arg in enumerate(flat):
+            if not isinstance(arg, Value):
+                continue
+            expr = substitute([arg.expr], leaves)[0]
+            phase = max(phase, levels([expr], available)[expr])
+            if isinstance(expr, Load) or (isinstance(expr, Scalar) and arg.shape == ()):
+                buffers.append((position, _leaf_name(expr)))
+                continue
+            name = f"arg.{number}.{position}"
+            if expr in uniform_set([expr]):
+                name = f"number.{name}"
+                numbers.append((position, name))
+            else:
+                buffers.append((position, name))
+                dtypes.append((name, expr.dtype))
+            stores.append(Store(name, expr))
+        planned.append(PlannedCall(call, phase, tuple(buffers), tuple(numbers)))
+        available[call.result] = phase + 1
+    return tuple(planned), stores, tuple(available.items()), tuple(dtypes)
+
+
+def flat_arguments(call: Call) -> list[object]:
+    """Return the arguments of ``call`` in one list, sequences entered."""
+    flat: list[object] = []
+
+    def visit(arg: object) -> None:
+        if isinstance(arg, (list, tuple)):
+            for item in arg:
+                visit(item)
+        else:
+            flat.append(arg)
+
+    for arg in (*call.args, *(arg for _, arg in call.kwargs)):
+        visit(arg)
+    return flat
+
+
+def build_kernel(name: str, cases: Sequence[Case]) -> Kernel:
+    """Return a kernel of ``cases``; a leaf's prefix says where it lives, and a tensor has none."""
+    places: dict[str, dict[str, None]] = {"": {"param": None, "grad": None}}
+    for case in cases:
+        names = [store.buffer for store in case.stores]
+        for item in postorder([store.value for store in case.stores] + list(case.sums)):
+            if isinstance(item, (Load, Scalar)):
+                names.append(item.buffer if isinstance(item, Load) else item.name)
+        for leaf in names:
+            prefix = leaf.partition(".")[0]
+            place = prefix if prefix in ("number", "group", "input") else ""
+            places.setdefault(place, {})[leaf] = None
+    number, group, launch = (tuple(places.get(p, ())) for p in ("number", "group", "input"))
+    return Kernel(name, tuple(cases), tuple(places[""]), number, group, launch)
+
+
+def norm_case(grad: str, steps: Sequence[str], order: float) -> Case:
+    """Return the case whose sum 0 is what the norm of a gradient needs; f64 cannot overflow.
+
+    Sum of squares, of magnitudes or of powers, or the largest magnitude.
+    """
+    element = cast(prepared_grad(load("grad", grad), steps), "f64")
+    magnitude = apply("abs", element, dtype="f64")
+    if order == 2:
+        value = reduce("sum", apply("mul", element, element, dtype="f64"), "f64")
+    elif order == 1:
+        value = reduce("sum", magnitude, "f64")
+    elif order == float("inf"):
+        value = reduce("max", magnitude, "f64")
+    else:
+        power = apply("pow", magnitude, scalar("input.order", "f64"), dtype="f64")
+        value = reduce("sum", power, "f64")
+    return Case(sums=(value,))  # type: ignore[arg-type]  # reduce() builds a Reduce

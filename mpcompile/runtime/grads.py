@@ -1,0 +1,115 @@
+"""What happens to gradients between backward and update: unscaling, clipping, skipping.
+
+Each step is one number that the update kernel reads, so nothing is written in between: a factor
+where a norm was clipped, a bound where values were. Only where gradients stay visible are they
+written, by the same kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpcompile.runtime.cases import CLAMP, SCALE
+
+if TYPE_CHECKING:
+    from mpcompile.runtime.norms import NormKernels
+    from mpcompile.runtime.prepared import Prepared
+
+NORM_EPSILON = 1e-6
+"""What ``torch.nn.utils.clip_grad_norm_`` adds to the norm before it divides."""
+
+
+@dataclass(frozen=True)
+class ClipNorm:
+    """``torch.nn.utils.clip_grad_norm_`` over the gradients of the update."""
+
+    max_norm: float
+    norm_type: float = 2.0
+
+
+@dataclass(frozen=True)
+class ClipValue:
+    """``torch.nn.utils.clip_grad_value_`` over the gradients of the update."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class GradPlan:
+    """Treatment of the gradients: times ``factor``, then ``clips`` in order.
+
+    ``skip``, one number, skips the update if it is not zero. ``write`` leaves the treated
+    gradients in the tensors that were given, as eager does.
+    """
+
+    factor: float = 1.0
+    clips: tuple[ClipNorm | ClipValue, ...] = ()
+    skip: torch.Tensor | None = None
+    write: bool = False
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The steps of the kernel. A first scale by a norm takes the place of a factor of one."""
+        kinds = [SCALE if isinstance(clip, ClipNorm) else CLAMP for clip in self.clips]
+        return tuple(kinds) if self._is_plain else (SCALE, *kinds)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.factor == 1.0 and bool(self.clips)
+
+    def inputs(
+        self, prepared: Prepared, norms: NormKernels, grads: Sequence[torch.Tensor]
+    ) -> tuple[list[float], torch.Tensor | None]:
+        """Return the number of each step, and the last norm. One pass over the gradients a norm."""
+        numbers = [] if self._is_plain else [self.factor]
+        norm = None
+        for clip in self.clips:
+            if isinstance(clip, ClipValue):
+                numbers.append(float(clip.value))
+                continue
+            done = self.steps[: len(numbers)]
+            total = norms.norm(prepared, grads, done, numbers, float(clip.norm_type))
+            norm = torch.tensor(total, dtype=grads[0].dtype)
+            numbers.append(clip_coefficient(norm, clip.max_norm))
+        return numbers, norm
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> float:
+    """Return what gradients of ``norm`` are multiplied by, rounded as torch rounds it."""
+    coefficient = max_norm / (norm + NORM_EPSILON)
+    return torch.clamp(coefficient, max=1.0).item()
+
+
+def apply_eagerly(
+    plan: GradPlan, grads: Sequence[torch.Tensor | None]
+) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+    """Return the gradients after ``plan``, in place if it writes, and the last norm."""
+    present = [grad for grad in grads if grad is not None]
+    if not present or not (plan.clips or plan.factor != 1.0):
+        return list(grads), None
+    treated = present if plan.write else [grad.clone() for grad in present]
+    norm = None
+    if plan.factor != 1.0:
+        torch._foreach_mul_(treated, plan.factor)
+    for clip in plan.clips:
+        if isinstance(clip, ClipValue):
+            for grad in treated:
+                grad.clamp_(min=-clip.value, max=clip.value)
+        else:
+            norm = torch.nn.utils.get_total_norm(treated, clip.norm_type)
+            coefficient = clip_coefficient(norm, clip.max_norm)
+            torch._foreach_mul_(treated, coefficient)
+    rest = iter(treated)
+    return [None if grad is None else next(rest) for grad in grads], norm
+
+
+def root(total: float, order: float) -> float:
+    """Return the norm from the sum (or maximum) that a kernel made."""
+    if order in (1.0, math.inf):
+        return total
+    return math.sqrt(total) if order == 2.0 else total ** (1.0 / order)

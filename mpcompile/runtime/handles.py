@@ -1,0 +1,196 @@
+"""Tensors as the C handles that compiled code reads: data pointers without a Python call each.
+
+Private torch API, seen in 2.11 to 2.14: ``torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors``. The
+functions that read a handle (``aoti_torch_get_data_ptr`` and so on) are AOTInductor's stable C
+interface. Reading 8,000 pointers this way costs 0.1 ms; ``Tensor.data_ptr`` costs ten times that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from mpcompile.codegen.build import build_library
+from mpcompile.errors import CodegenError
+
+READERS = (
+    "aoti_torch_get_data_ptr",
+    "aoti_torch_get_dtype",
+    "aoti_torch_get_dim",
+    "aoti_torch_get_numel",
+    "aoti_torch_get_strides",
+    "aoti_torch_delete_tensor_object",
+)
+
+SOURCE = """\
+// Refresh a tensor table: do the objects still hold, where does each tensor lie?
+#include <cstdint>
+
+extern "C" {
+int PyDict_Next(void*, intptr_t*, void**, void**);
+intptr_t PyList_Size(void*);
+void* PyList_GetItem(void*, intptr_t);
+void* PyCapsule_GetPointer(void*, const char*);
+
+struct Readers {
+  int32_t (*data_ptr)(void*, void**);
+  int32_t (*dtype)(void*, int32_t*);
+  int32_t (*dim)(void*, int64_t*);
+  int32_t (*numel)(void*, int64_t*);
+  int32_t (*strides)(void*, int64_t**);
+  int32_t (*remove)(void*);
+};
+
+// What a tensor looked like when the table was made; strides of dimensions follow one another.
+struct Layout { int64_t dtype, dim, numel, first_stride; };
+
+int64_t list_is(void* list, void* const* items, int64_t count) {
+  if (PyList_Size(list) != count) return 0;
+  for (int64_t i = 0; i < count; i++) if (PyList_GetItem(list, i) != items[i]) return 0;
+  return 1;
+}
+
+int64_t dict_is(void* dict, void* const* items, int64_t count) {
+  intptr_t at = 0;
+  void *key, *value;
+  int64_t n = 0;
+  for (; PyDict_Next(dict, &at, &key, &value); n++)
+    if (n >= count || items[2 * n] != key || (items[2 * n + 1] && items[2 * n + 1] != value)) return 0;
+  return n == count;
+}
+
+// items: for each dict of the list, `widths` pairs of key and value; a null value may be anything.
+int64_t dicts_are(void* list, const int64_t* widths, void* const* items) {
+  const int64_t count = PyList_Size(list);
+  for (int64_t i = 0; i < count; i++) {
+    if (!dict_is(PyList_GetItem(list, i), items, widths[i])) return 0;
+    items += 2 * widths[i];
+  }
+  return 1;
+}
+
+static bool looks(const Readers& read, void* tensor, const Layout& want, const int64_t* strides) {
+  int32_t dtype;
+  int64_t dim, numel, *stride;
+  if (read.dtype(tensor, &dtype) || read.dim(tensor, &dim) || read.numel(tensor, &numel)) return false;
+  if (dtype != want.dtype || dim != want.dim || numel != want.numel) return false;
+  if (read.strides(tensor, &stride)) return false;
+  for (int64_t d = 0; d < dim; d++) if (stride[d] != strides[want.first_stride + d]) return false;
+  return true;
+}
+
+// Returns how many tensors look different; *moved counts pointers that changed.
+int64_t locate(const Readers* read, int64_t count, void* const* tensors, const Layout* layouts,
+               const int64_t* strides, const int64_t* places, void** pointers, int64_t* moved) {
+  int64_t changed = 0;
+  for (int64_t i = 0; i < count; i++) {
+    void* data = nullptr;
+    changed += read->data_ptr(tensors[i], &data) != 0;
+    *moved += pointers[places[i]] != data;
+    pointers[places[i]] = data;
+    changed += !looks(*read, tensors[i], layouts[i], strides);
+  }
+  return changed;
+}
+
+// The same for a list of capsules, which are used up.
+int64_t locate_once(const Readers* read, void* capsules, const Layout* layouts, const int64_t* strides,
+                    const int64_t* places, void** pointers, void** again) {
+  int64_t changed = 0;
+  const int64_t count = PyList_Size(capsules);
+  for (int64_t i = 0; i < count; i++) {
+    void* tensor = PyCapsule_GetPointer(PyList_GetItem(capsules, i), nullptr);
+    void* data = nullptr;
+    changed += read->data_ptr(tensor, &data) != 0;
+    pointers[places[i]] = again[i] = data;
+    changed += !looks(*read, tensor, layouts[i], strides);
+    read->remove(tensor);
+  }
+  return changed;
+}
+}
+"""
+
+
+@functools.cache
+def _torch_library() -> ctypes.CDLL:
+    folder = Path(torch.__file__).parent / "lib"
+    for path in (*folder.glob("libtorch_cpu.*"), *folder.glob("torch_cpu.dll")):
+        return ctypes.CDLL(str(path))
+    raise CodegenError(f"fuse-updates: {folder} holds no libtorch_cpu; torch is built in another way.")
+
+
+@functools.cache
+def readers() -> ctypes.Array[ctypes.c_void_p]:
+    """Return the addresses of the functions that read a handle, as ``Readers`` lists them."""
+    library = _torch_library()
+    missing = [name for name in READERS if not hasattr(library, name)]
+    if missing:
+        raise CodegenError(f"fuse-updates: torch {torch.__version__} lacks {', '.join(missing)}.")
+    addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in READERS]
+    return (ctypes.c_void_p * len(READERS))(*addresses)
+
+
+@functools.cache
+def native(cache_dir: Path | None) -> ctypes.PyDLL:
+    """Return the table's native part, built once; its functions run under the GIL."""
+    library = ctypes.PyDLL(str(build_library(SOURCE, cache_dir).path))
+    for name in ("list_is", "dict_is", "dicts_are", "locate", "locate_once"):
+        getattr(library, name).restype = ctypes.c_int64
+    obj, ptr, i64 = ctypes.py_object, ctypes.c_void_p, ctypes.c_int64
+    library.list_is.argtypes = [obj, ptr, i64]
+    library.dict_is.argtypes = [obj, ptr, i64]
+    library.dicts_are.argtypes = [obj, ptr, ptr]
+    library.locate.argtypes = [ptr, i64, ptr, ptr, ptr, ptr, ptr, ptr]
+    library.locate_once.argtypes = [ptr, obj, ptr, ptr, ptr, ptr, ptr]
+    return library
+
+
+def open_capsules(tensors: Sequence[torch.Tensor]) -> list[object]:
+    """Return a new handle of each tensor, in a capsule; ``locate_once`` frees them."""
+    capsules: list[object] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+    return capsules
+
+
+class Handles:
+    """Handles that live as long as this object; each keeps its tensor alive."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = list(tensors)
+        capsules = open_capsules(self.tensors)
+        get = ctypes.pythonapi.PyCapsule_GetPointer
+        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        self.array = (ctypes.c_void_p * len(capsules))(*(get(c, None) for c in capsules))
+
+    def __del__(self) -> None:
+        """Free the handles."""
+        remove = _torch_library().aoti_torch_delete_tensor_object
+        for handle in self.array:
+            remove(ctypes.c_void_p(handle))
+
+
+class Layouts:
+    """How a list of tensors looked: dtype code, dimensions, elements, strides."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        codes: dict[torch.dtype, int] = {}
+        layouts: list[int] = []
+        strides: list[int] = []
+        for tensor in tensors:
+            if tensor.dtype not in codes:
+                codes[tensor.dtype] = _dtype_code(tensor)
+            layouts += (codes[tensor.dtype], tensor.dim(), tensor.numel(), len(strides))
+            strides += tensor.stride()
+        self.layouts = (ctypes.c_int64 * len(layouts))(*layouts)
+        self.strides = (ctypes.c_int64 * max(len(strides), 1))(*strides)
+
+
+def _dtype_code(tensor: torch.Tensor) -> int:
+    """Return the number that C handles use for the dtype of ``tensor``."""
+    handles, code = Handles([tensor]), ctypes.c_int32()
+    _torch_library().aoti_torch_get_dtype(ctypes.c_void_p(handles.array[0]), ctypes.byref(code))
+    return code.value

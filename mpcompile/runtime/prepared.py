@@ -1,0 +1,300 @@
+"""One ready update: a kernel, its table and everything to check before a launch.
+
+It is made for one set of parameters with gradients and one way to treat these. A launch checks that
+Python objects and layouts still hold, reads hyperparameters, takes pointers, and runs the kernel.
+"""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpcompile.codegen.build import build_library
+from mpcompile.codegen.cpp import emit_cpp, measure
+from mpcompile.codegen.expr import Load, Scalar
+from mpcompile.codegen.extract import DTYPE_NAMES, NUM_ELEMENTS
+from mpcompile.codegen.schedule import Kernel, count_phases, leaves
+from mpcompile.errors import CodegenError
+from mpcompile.runtime.analysis import Analysis, guards_hold
+from mpcompile.runtime.calls import CallRunner
+from mpcompile.runtime.cases import PlannedCase, Surroundings, build_kernel, plan_case
+from mpcompile.runtime.classes import Classes, Member, group_values
+from mpcompile.runtime.staging import Staging
+from mpcompile.runtime.structure import ParamStructure
+from mpcompile.runtime.table import Located, Locator, Rows, Watch, build_chunks, independent_runs
+
+
+@dataclass(frozen=True)
+class GradTreatment:
+    """How gradients reach the update; part of what an update is prepared for."""
+
+    steps: tuple[str, ...] = ("scale",)
+    write: bool = False
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A Python number in the state of a row."""
+
+    position: int
+    entries: dict[str, Any]
+    key: str
+    is_int: bool
+
+
+class Prepared:
+    """A kernel and its table for ``members``."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        classes: Classes,
+        members: Sequence[Member],
+        grads: Sequence[torch.Tensor],
+        treatment: GradTreatment,
+        copies: dict[torch.Tensor, torch.Tensor],
+        cache_dir: Path | None,
+    ) -> None:
+        self._optimizer, self.members, self.cache_dir = optimizer, list(members), cache_dir
+        _check_supported(members, grads)
+        sorted_members = classes.sort(members)
+        self._analyses = [
+            (m.group, a) for m, (_, a) in zip(members, sorted_members, strict=True)
+        ]
+        self._guarded = list(dict.fromkeys((g, id(a)) for g, a in self._analyses))
+        planned = _plan(members, grads, sorted_members, treatment, copies)
+        self.cases = list(dict.fromkeys(planned))
+        self.kernel = build_kernel(
+            f"{type(optimizer).__name__}: {len(self.cases)} kinds of tensors",
+            [case.case for case in self.cases],
+        )
+        self.source = emit_cpp(self.kernel)
+        self.built = build_library(self.source, cache_dir)
+        self._function = self.built.library.run
+        self.phases = count_phases(self.kernel)
+        sizes = [member.param.numel() for member in members]
+        self.rows = Rows(
+            self.kernel,
+            measure(self.kernel),
+            sizes,
+            [self.cases.index(case) for case in planned],
+            [member.group for member in members],
+            build_chunks(sizes),
+        )
+        self.norm_tables: dict[Any, Any] = {}
+        self.current_grads: Sequence[torch.Tensor] = grads
+        self._fill(planned, grads, copies)
+        self._watch_objects()
+        self.calls = CallRunner(self, planned) if any(p.calls for p in planned) else None
+        self._refresh_groups()
+
+    def _fill(
+        self,
+        planned: Sequence[PlannedCase],
+        grads: Sequence[torch.Tensor],
+        copies: dict[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Find every tensor and number that the rows need."""
+        self.staging, self.layouts = Staging(), []
+        fixed, numbers = Located(), list[_Number]()
+        written: list[list[torch.Tensor]] = []
+        for row, (member, plan) in enumerate(zip(self.members, planned, strict=True)):
+            like = self.staging.row_layout(member.param)
+            self.layouts.append(like)
+            state = self._optimizer.state.get(member.param, {})
+            stored = {store.buffer for store in plan.case.stores}
+            needed = {_name(leaf) for leaf in leaves(plan.case)} | stored
+            mine = []
+            for name in sorted(needed):
+                tensor = _tensor_of(name, member.param, state, copies)
+                if name.startswith("number."):
+                    self._add_number(numbers, row, name, state)
+                elif tensor is not None:
+                    if tensor.dim():
+                        tensor = self.staging.placed(tensor, like, name in stored)
+                    fixed.add(tensor, self.rows.place(row, name))
+                    mine += [tensor] if name in stored else []
+            written.append(mine)
+        self.numbers, self._written = numbers, written
+        placed = [self._place_grad(row, grad) for row, grad in enumerate(grads)]
+        self.locator = Locator(self.rows, fixed, placed, self.cache_dir)
+        self._runs: list[tuple[int, int]] | None = None
+
+    def _add_number(
+        self, numbers: list[_Number], row: int, name: str, state: dict[str, Any]
+    ) -> None:
+        columns = self.kernel.numbers
+        position = row * len(columns) + columns.index(name)
+        if name == f"number.{NUM_ELEMENTS}":
+            self.rows.numbers[position] = self.members[row].param.numel()
+        elif name.startswith("number.state."):
+            key = name.removeprefix("number.state.")
+            numbers.append(_Number(position, state, key, isinstance(state[key], int)))
+
+    def _place_grad(self, row: int, grad: torch.Tensor) -> torch.Tensor:
+        """Return ``grad``, or its copy in the order of the row, which later launches reuse."""
+        copy = self.staging.grads.get(row)
+        if copy is not None:
+            return copy.copy_(grad)
+        placed = self.staging.placed(grad, self.layouts[row], written=False)
+        if placed is not grad:
+            self.staging.inward.pop()
+            self.staging.grads[row] = placed.copy_(grad)
+        return placed
+
+    def _watch_objects(self) -> None:
+        """Remember the objects whose replacement makes this table stale."""
+        self._watch = Watch(self.cache_dir)
+        groups = self._optimizer.param_groups
+        self._watch.watch_list(groups)
+        for group in groups:
+            self._watch.watch_list(group["params"])
+        state = self._optimizer.state
+        self._watch.watch_dict(state)
+        self._watch.watch_entries([e for e in state.values() if isinstance(e, dict)])
+        self._snapshots: list[list[Any]] = []
+
+    def _refresh_groups(self) -> bool:
+        """Read the groups if they changed; return whether the traces still apply."""
+        groups = self._optimizer.param_groups
+        now = [[v for k, v in group.items() if k != "params"] for group in groups]
+        has_tensors = any(isinstance(v, torch.Tensor) for values in now for v in values)
+        if now == self._snapshots and not has_tensors:
+            return True
+        first = not self._snapshots
+        values = [group_values(group) for group in groups]
+        by_id = {id(a): a for _, a in self._analyses}
+        if not all(guards_hold(by_id[a].guards, values[g]) for g, a in self._guarded):
+            return False
+        if not first and not self._same_constants(groups):
+            return False
+        self._snapshots = now
+        self._constants = [_constants(group) for group in groups]
+        width = len(self.kernel.shared)
+        for index, group in enumerate(values):
+            for position, name in enumerate(self.kernel.shared):
+                if index * width + position < len(self.rows.shared) and name in group:
+                    self.rows.shared[index * width + position] = group[name]
+        return True
+
+    def _same_constants(self, groups: Sequence[dict[str, Any]]) -> bool:
+        return [_constants(group) for group in groups] == self._constants
+
+    def is_current(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Whether the table still describes the optimizer and fits ``grads``; takes pointers."""
+        if not self._watch.holds() or not self._refresh_groups():
+            return False
+        same, moved = self.locator.locate()
+        if not same:
+            return False
+        if self.staging.grads:
+            grads = [
+                self._place_grad(row, grad) if row in self.staging.grads else grad
+                for row, grad in enumerate(grads)
+            ]
+        if not self.locator.locate_grads(grads):
+            return False
+        if moved or self._runs is None:
+            self._runs = independent_runs([_ranges(tensors) for tensors in self._written])
+        return True
+
+    def launch(self, inputs: Sequence[float]) -> None:
+        """Run the kernel with ``inputs`` for the grad steps; ``is_current`` has just held."""
+        for position, value in enumerate(inputs):
+            name = f"input.grad_step.{position}"
+            if name in self.kernel.inputs:
+                self.rows.inputs[self.kernel.inputs.index(name)] = value
+        for number in self.numbers:
+            self.rows.numbers[number.position] = number.entries[number.key]
+        self.staging.copy_in()
+        for run in self._runs or ():
+            if self.calls is None:
+                self.rows.run(self._function, (0, self.phases), run)
+            else:
+                self.calls.run(self._function, run)
+        self.staging.copy_out()
+        for number in self.numbers:
+            value = self.rows.numbers_out[number.position]
+            number.entries[number.key] = int(value) if number.is_int else value
+        torch.autograd.graph.increment_version([member.param for member in self.members])
+
+    def grad_pointers(self) -> array.array[Any]:
+        """Return where the gradients of this launch lie."""
+        return self.locator.grad_pointers
+
+
+def _plan(
+    members: Sequence[Member],
+    grads: Sequence[torch.Tensor],
+    sorted_members: Sequence[tuple[ParamStructure, Analysis]],
+    treatment: GradTreatment,
+    copies: dict[torch.Tensor, torch.Tensor],
+) -> list[PlannedCase]:
+    """Return the planned case of each member; equal ones are one object."""
+    made: dict[tuple[int, Surroundings], PlannedCase] = {}
+    out = []
+    for member, grad, (structure, analysis) in zip(members, grads, sorted_members, strict=True):
+        copy = copies.get(member.param)
+        around = Surroundings(
+            DTYPE_NAMES[grad.dtype],
+            None if copy is None else DTYPE_NAMES[copy.dtype],
+            treatment.write,
+            treatment.steps,
+        )
+        key = (id(analysis), around)
+        if key not in made:
+            made[key] = plan_case(analysis, structure, around)
+        out.append(made[key])
+    return out
+
+
+def _check_supported(members: Sequence[Member], grads: Sequence[torch.Tensor]) -> None:
+    """Raise CodegenError for what kernels do not read."""
+    for member, grad in zip(members, grads, strict=True):
+        for what, tensor in (("parameter", member.param), ("gradient", grad)):
+            if tensor.layout is not torch.strided:
+                raise CodegenError(f"fuse-updates: a {what} is {tensor.layout}.")
+            if tensor.device.type != "cpu":
+                raise CodegenError(f"fuse-updates: a {what} is on {tensor.device.type}.")
+            if tensor.dtype not in DTYPE_NAMES or not tensor.dtype.is_floating_point:
+                raise CodegenError(f"fuse-updates: a {what} is {tensor.dtype}.")
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                raise CodegenError(f"fuse-updates: a {what} is a {type(tensor).__name__}.")
+
+
+def _name(leaf: object) -> str:
+    assert isinstance(leaf, (Load, Scalar))
+    return leaf.buffer if isinstance(leaf, Load) else leaf.name
+
+
+def _tensor_of(
+    name: str,
+    param: torch.Tensor,
+    state: dict[str, Any],
+    copies: dict[torch.Tensor, torch.Tensor],
+) -> torch.Tensor | None:
+    if name == "param":
+        return param.detach()
+    if name == "copy":
+        return copies[param]
+    if name.startswith("state."):
+        tensor: torch.Tensor = state[name.removeprefix("state.")]
+        return tensor
+    return None
+
+
+def _constants(group: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (key, repr(value))
+        for key, value in group.items()
+        if key != "params" and (isinstance(value, (bool, str)) or value is None)
+    ]
+
+
+def _ranges(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors]

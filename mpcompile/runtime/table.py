@@ -1,0 +1,251 @@
+"""The tensor table of one update: where parameters, gradients and state lie, in chunks.
+
+The table is made for a set of parameters with gradients. Each launch asks its native part whether
+the objects and layouts still hold and where the data lies now, so ``load_state_dict``, ``p.data =``
+and friends are met without a hook and without a recompile.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpcompile.codegen.cpp import Sizes
+from mpcompile.codegen.schedule import Kernel
+from mpcompile.runtime.handles import Handles, Layouts, native, open_capsules, readers
+
+CHUNK_ELEMENTS = 16384
+FIELDS = (
+    "pointers",
+    "numbers",
+    "numbers_out",
+    "shared",
+    "inputs",
+    "slots",
+    "partials",
+    "kinds",
+    "groups",
+    "first_chunk",
+    "chunk_row",
+    "chunk_begin",
+    "chunk_end",
+)
+
+
+class CTable(ctypes.Structure):
+    """``Table`` of the emitted source."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in FIELDS]
+
+
+def zeros(code: str, count: int) -> array.array[Any]:
+    """Return ``count`` zeros of array type ``code``; never empty, so that it has an address."""
+    return array.array(code, bytes(8 * max(count, 1)))
+
+
+def address(buffer: array.array[Any]) -> int:
+    """Return where ``buffer`` lies; it must not grow afterwards."""
+    return buffer.buffer_info()[0]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The pieces that threads take: elements [begin, end) of a row, rows in order."""
+
+    first: array.array[Any]
+    row: array.array[Any]
+    begin: array.array[Any]
+    end: array.array[Any]
+
+
+def build_chunks(sizes: Sequence[int]) -> Chunks:
+    """Cut tensors of ``sizes`` elements into chunks."""
+    first, row, begin, end = (array.array("q") for _ in range(4))
+    for index, size in enumerate(sizes):
+        first.append(len(row))
+        for start in range(0, size, CHUNK_ELEMENTS):
+            row.append(index)
+            begin.append(start)
+            end.append(min(start + CHUNK_ELEMENTS, size))
+    first.append(len(row))
+    for piece in (row, begin, end):
+        if not piece:
+            piece.append(0)
+    return Chunks(first, row, begin, end)
+
+
+class Rows:
+    """The arrays that one kernel reads, for ``len(sizes)`` tensors."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        widths: Sizes,
+        sizes: Sequence[int],
+        kinds: Sequence[int],
+        groups: Sequence[int],
+        chunks: Chunks,
+    ) -> None:
+        count = len(sizes)
+        self.kernel, self.widths, self.count, self.chunks = kernel, widths, count, chunks
+        self.pointers = zeros("Q", count * len(kernel.columns))
+        self.numbers = zeros("d", count * len(kernel.numbers))
+        self.numbers_out = zeros("d", count * len(kernel.numbers))
+        self.shared = zeros("d", (max(groups, default=0) + 1) * len(kernel.shared))
+        self.inputs = zeros("d", len(kernel.inputs))
+        self.slots = zeros("d", count * widths.slots)
+        self.partials = zeros("d", len(chunks.row) * widths.sums)
+        self.kinds = array.array("q", [*kinds, 0])
+        self.groups = array.array("q", [*groups, 0])
+        arrays = [getattr(self, name) for name in FIELDS[:9]]
+        arrays += [chunks.first, chunks.row, chunks.begin, chunks.end]
+        self.c_table = CTable(*(address(item) for item in arrays))
+
+    def place(self, row: int, column: str) -> int:
+        """Return the position of a pointer."""
+        return row * len(self.kernel.columns) + self.kernel.columns.index(column)
+
+    def run(self, function: Any, phases: tuple[int, int], rows: tuple[int, int]) -> None:
+        """Run phases [a, b) for rows [c, d), on as many threads as torch uses."""
+        threads = min(torch.get_num_threads(), len(self.chunks.row))
+        function(ctypes.byref(self.c_table), *phases, *rows, threads)
+
+
+class Watch:
+    """Notices that Python objects were replaced: lists, dicts of state, entries of these."""
+
+    def __init__(self, cache_dir: Path | None) -> None:
+        self._native = native(cache_dir)
+        self._lists: list[tuple[list[Any], Any, int]] = []
+        self._dicts: list[tuple[dict[Any, Any], Any, int]] = []
+        self._entries: tuple[list[Any], Any, Any] | None = None
+        self._keep: list[Any] = []
+
+    def watch_list(self, items: list[Any]) -> None:
+        """Expect ``items`` to hold the same objects."""
+        self._keep.append(list(items))
+        self._lists.append((items, _addresses(items), len(items)))
+
+    def watch_dict(self, entries: dict[Any, Any]) -> None:
+        """Expect ``entries`` to hold the same objects under the same keys, in the same order."""
+        pairs = [item for pair in entries.items() for item in pair]
+        self._keep.append(pairs)
+        self._dicts.append((entries, _addresses(pairs), len(entries)))
+
+    def watch_entries(self, dicts: list[dict[str, Any]]) -> None:
+        """Expect the same of each dict of a list; numbers may change."""
+        pairs: list[Any] = []
+        for entries in dicts:
+            for key, value in entries.items():
+                pairs += (key, value)
+        self._keep.append(pairs)
+        free = [isinstance(item, (int, float)) and not isinstance(item, bool) for item in pairs]
+        widths = (ctypes.c_int64 * max(len(dicts), 1))(*map(len, dicts))
+        addresses = [0 if skip else id(item) for item, skip in zip(pairs, free, strict=True)]
+        items = (ctypes.c_void_p * max(len(pairs), 1))(*addresses)
+        self._entries = (dicts, widths, items)
+
+    def holds(self) -> bool:
+        """Whether everything is as it was."""
+        lib = self._native
+        if not all(lib.list_is(*item) for item in self._lists):
+            return False
+        if not all(lib.dict_is(*item) for item in self._dicts):
+            return False
+        return self._entries is None or bool(lib.dicts_are(*self._entries))
+
+
+def _addresses(items: Sequence[Any]) -> Any:
+    return (ctypes.c_void_p * max(len(items), 1))(*map(id, items))
+
+
+@dataclass
+class Located:
+    """Tensors whose pointers are read again at every launch, and where these go."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+
+    def add(self, tensor: torch.Tensor, place: int) -> None:
+        """Add a tensor and the position of its pointer."""
+        self.tensors.append(tensor)
+        self.places.append(place)
+
+
+class Locator:
+    """Writes the pointers of fixed tensors and of the gradients of the moment into ``rows``."""
+
+    def __init__(
+        self, rows: Rows, fixed: Located, grads: Sequence[torch.Tensor], cache_dir: Path | None
+    ) -> None:
+        self._native, self._readers, self._rows = native(cache_dir), readers(), rows
+        self._handles, self._layouts = Handles(fixed.tensors), Layouts(fixed.tensors)
+        self._places = array.array("q", [*fixed.places, 0])
+        self._grad_layouts = Layouts(grads)
+        self._grad_places = array.array("q", [rows.place(r, "grad") for r in range(rows.count)] + [0])
+        self.grad_pointers = zeros("Q", rows.count)
+        self._moved = ctypes.c_int64()
+
+    def locate(self) -> tuple[bool, bool]:
+        """Return whether all layouts hold, and whether a pointer changed."""
+        self._moved.value = 0
+        changed = self._native.locate(
+            ctypes.addressof(self._readers),
+            len(self._handles.tensors),
+            ctypes.addressof(self._handles.array),
+            ctypes.addressof(self._layouts.layouts),
+            ctypes.addressof(self._layouts.strides),
+            address(self._places),
+            address(self._rows.pointers),
+            ctypes.addressof(self._moved),
+        )
+        return changed == 0, self._moved.value > 0
+
+    def locate_grads(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Take the pointers of ``grads``; return whether their layouts hold."""
+        changed = self._native.locate_once(
+            ctypes.addressof(self._readers),
+            open_capsules(grads),
+            ctypes.addressof(self._grad_layouts.layouts),
+            ctypes.addressof(self._grad_layouts.strides),
+            address(self._grad_places),
+            address(self._rows.pointers),
+            address(self.grad_pointers),
+        )
+        return bool(changed == 0)
+
+
+def independent_runs(ranges: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """Cut the rows into runs [begin, end) within which no two rows write the same memory.
+
+    ``ranges`` lists the written [begin, end) byte ranges of each row. Runs follow one another, so
+    tensors that share storage are updated in the order in which eager updates them.
+    """
+    overlaps = _overlaps(sorted((b, e, r) for r, spans in enumerate(ranges) for b, e in spans))
+    runs, begin = [], 0
+    for row in range(1, len(ranges)):
+        if any(begin <= other < row for other in overlaps.get(row, ())):
+            runs.append((begin, row))
+            begin = row
+    return [*runs, (begin, len(ranges))]
+
+
+def _overlaps(spans: Sequence[tuple[int, int, int]]) -> dict[int, set[int]]:
+    """Return, for each row that shares memory with another, which ones; ``spans`` is sorted."""
+    found: dict[int, set[int]] = {}
+    still_open: list[tuple[int, int]] = []
+    for begin, end, row in spans:
+        still_open = [(e, r) for e, r in still_open if e > begin]
+        for _, other in still_open:
+            if other != row:
+                found.setdefault(row, set()).add(other)
+                found.setdefault(other, set()).add(row)
+        if end > begin:
+            still_open.append((end, row))
+    return found
