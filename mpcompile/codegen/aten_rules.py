@@ -3,7 +3,8 @@
 A rule gets operands already widened to the dtype ATen computes in (f32 for 16-bit tensors) and
 returns the result in it; ``extract`` puts the casts around it. Formulas follow
 ``aten/src/ATen/native`` (``cpu/PointwiseOpsKernel.cpp``, ``Lerp.h``, ``cpu/PowKernel.cpp``) down to
-the order of operations, so that an update rounds as eager does.
+the order of operations and to where their vectorised loops fuse a product into a sum (``fma``, by
+``vec::fmadd`` or by contraction), so that an update rounds as eager does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _op(name: str) -> Rule:
 
 
 add, sub, mul, div = _op("add"), _op("sub"), _op("mul"), _op("div")
-negate, sqrt = _op("neg"), _op("sqrt")
+negate, sqrt, fma = _op("neg"), _op("sqrt"), _op("fma")
 
 
 def compare(name: str) -> Rule:
@@ -68,27 +69,26 @@ def _is_one(x: Expr) -> bool:
 
 
 def add_scaled(a: Expr, b: Expr, alpha: Expr) -> Expr:
-    """a + alpha * b."""
-    return add(a, b if _is_one(alpha) else mul(alpha, b))
+    """a + alpha * b, rounded once."""
+    return add(a, b) if _is_one(alpha) else fma(b, alpha, a)
 
 
 def sub_scaled(a: Expr, b: Expr, alpha: Expr) -> Expr:
-    """a - alpha * b."""
-    return sub(a, b if _is_one(alpha) else mul(alpha, b))
+    """a - alpha * b, rounded once."""
+    return sub(a, b) if _is_one(alpha) else fma(b, negate(alpha), a)
 
 
 def lerp(start: Expr, end: Expr, weight: Expr) -> Expr:
     """start + weight * (end - start), from whichever end is nearer."""
     delta = sub(end, start)
     near = apply("lt", _op("abs")(weight), constant(0.5, weight.dtype), dtype="bool")
-    from_start = add(start, mul(weight, delta))
-    from_end = sub(end, mul(delta, sub(_one(weight), weight)))
-    return select(near, from_start, from_end)
+    coefficient = select(near, weight, sub(weight, _one(weight)))
+    return fma(coefficient, delta, select(near, start, end))
 
 
 def addcmul(x: Expr, a: Expr, b: Expr, value: Expr) -> Expr:
-    """x + value * a * b."""
-    return add(x, mul(a if _is_one(value) else mul(value, a), b))
+    """x + value * a * b, the last product and the sum rounded once."""
+    return fma(a if _is_one(value) else mul(value, a), b, x)
 
 
 def addcdiv(x: Expr, a: Expr, b: Expr, value: Expr) -> Expr:
