@@ -30,6 +30,7 @@ _SPELLINGS = {
     "mul": "({0} * {1})",
     "div": "({0} / {1})",
     "fma": "std::fma({0}, {1}, {2})",
+    "div_by": "div_by({0}, {1}, {2})",
     "neg": "(-{0})",
     "abs": "std::abs({0})",
     "sqrt": "std::sqrt({0})",
@@ -113,6 +114,12 @@ static inline uint16_t f32_to_f16(float x) {
   return uint16_t(sign | (rest >= 0x477ff000u ? large : finite));
 }
 
+// x / y from r = 1 / y: one Newton step makes the product the rounded quotient (Markstein 1990).
+// Where the step meets Inf or 0 it gives NaN, and the product is the quotient already.
+template <class T> static inline T div_by(T x, T y, T r) {
+  const T q = x * r, better = std::fma(std::fma(-q, y, x), r, q);
+  return better == better ? better : q;
+}
 template <class T> static inline T sign_of(T x) { return T(T(0) < x) - T(x < T(0)); }
 template <class T> static inline T max_nan(T a, T b) { return a > b || a != a ? a : b; }
 template <class T> static inline T min_nan(T a, T b) { return a < b || a != a ? a : b; }
@@ -242,7 +249,7 @@ def _uniform_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
 def _element_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
     """Return the function that runs over the elements of one chunk."""
     roots = [r.operand for r in phase.reductions] + [store.value for store in phase.stores]
-    slots = [e for e in postorder(roots) if e in frame.schedule.slots]
+    slots = _read_slots(roots, frame.schedule)
     buffers = _buffers(roots, phase.stores)
     head = ["void* const* ptr = t.pointers + row * COLUMNS;"] if buffers else []
     for buffer, (dtype, written) in buffers.items():
@@ -265,17 +272,60 @@ def _element_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
     body = [_accumulate(r, k, text) for k, (r, text) in enumerate(zip(phase.reductions, texts))]
     for store, text in zip(phase.stores, texts[count:], strict=True):
         body.append(f"b{frame.index[store.buffer][1]}[i] = {text};")
-    sums = [f"r{k}" for k, r in enumerate(phase.reductions) if r.op == "sum"]
-    head += [f"double r{k} = 0;" for k in range(count)]
-    if len(sums) == count:
-        head.append("#pragma omp simd" + (f" reduction(+ : {', '.join(sums)})" if sums else ""))
-    loop = ["for (int64_t i = begin; i < end; i++) {", *indent(block.lines + body), "}"]
-    tail = [
-        f"partial[{frame.schedule.slots[r]}] = r{k};" for k, r in enumerate(phase.reductions)
-    ]
-    unused = [] if phase.reductions else ["(void)partial;"]
+    body = block.lines + body
+    if count:
+        loop = _reduction_loop(phase, body, [frame.schedule.slots[r] for r in phase.reductions])
+    else:
+        head.insert(0, "(void)partial;")
+        loop = ["#pragma omp simd", "for (int64_t i = begin; i < end; i++) {", *indent(body), "}"]
     signature = "(const Table& t, int64_t row, int64_t begin, int64_t end, double* partial) {"
-    return [f"static void {name}{signature}", *indent([*unused, *head, *loop, *tail]), "}", ""]
+    return [f"static void {name}{signature}", *indent([*head, *loop]), "}", ""]
+
+
+def _read_slots(roots: Sequence[Expr], schedule: Schedule) -> list[Expr]:
+    """Return the slots that a loop over ``roots`` reads, in postorder."""
+    read: set[Expr] = set()
+    seen: set[Expr] = set()
+    stack = list(roots)
+    while stack:
+        expr = stack.pop()
+        if expr in schedule.slots and expr not in roots:
+            read.add(expr)
+        elif expr not in seen:
+            seen.add(expr)
+            stack.extend(expr.args)
+    read.update(root for root in roots if root in schedule.slots)
+    return [expr for expr in postorder(roots) if expr in read]
+
+
+def _reduction_loop(phase: Phase, body: list[str], slots: Sequence[int]) -> list[str]:
+    """Return a loop with LANES accumulators for each reduction, folded in order at the end.
+
+    One accumulator would make each addition wait for the one before.
+    """
+    count = range(len(slots))
+    arguments = ", ".join(f"double& r{k}" for k in count)
+    lanes = [f"double lane{k}[LANES] = {{0}};" for k in count]
+    each = ", ".join(f"lane{k}[j]" for k in count)
+    last = ", ".join(f"lane{k}[0]" for k in count)
+    folds = [_accumulate(r, k, f"lane{k}[j]") for k, r in enumerate(phase.reductions)]
+    return [
+        f"const auto element = [&](int64_t i, {arguments}) {{",
+        *indent(body),
+        "};",
+        *lanes,
+        "int64_t i = begin;",
+        "for (; i + LANES <= end; i += LANES) {",
+        "  #pragma omp simd",
+        f"  for (int64_t j = 0; j < LANES; j++) element(i + j, {each});",
+        "}",
+        f"for (; i < end; i++) element(i, {last});",
+        *(f"double r{k} = 0;" for k in count),
+        "for (int64_t j = 0; j < LANES; j++) {",
+        *indent(folds),
+        "}",
+        *(f"partial[{slot}] = r{k};" for k, slot in zip(count, slots, strict=True)),
+    ]
 
 
 def _accumulate(reduction: Reduce, position: int, text: str) -> str:
@@ -344,6 +394,7 @@ def emit_cpp(kernel: Kernel) -> str:
     sizes, index = measure(kernel), _leaf_index(kernel)
     lines = [f"// {kernel.name}", _PRELUDE]
     constants = {
+        "LANES": 32,
         "COLUMNS": len(kernel.columns),
         "NUMBERS": len(kernel.numbers),
         "SHARED": len(kernel.shared),

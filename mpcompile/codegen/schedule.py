@@ -12,14 +12,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mpcompile.codegen.expr import (
+    Apply,
     Constant,
     Expr,
     Load,
     Reduce,
     Scalar,
     Store,
+    apply,
+    constant,
     levels,
     postorder,
+    substitute,
     uniform_set,
 )
 
@@ -75,6 +79,7 @@ class Schedule:
 
 def build_schedule(case: Case) -> Schedule:
     """Assign every uniform value, reduction and store of ``case`` to its phase."""
+    case = reduce_divisions(case)
     roots = [store.value for store in case.stores] + list(case.sums)
     level = levels(roots, dict(case.temps))
     uniform = uniform_set(roots)
@@ -96,6 +101,26 @@ def build_schedule(case: Case) -> Schedule:
             slots[expr] = len(slots)
             phases[level[expr]].uniforms.append(expr)
     return Schedule(phases, slots)
+
+
+def reduce_divisions(case: Case) -> Case:
+    """Replace divisions of elements by uniform values; they cost several times a product.
+
+    ``div_by(x, y, 1 / y)`` rounds as ``x / y`` does, and one division a tensor remains.
+    """
+    roots = [store.value for store in case.stores] + list(case.sums)
+    uniform = uniform_set(roots)
+    done: dict[Expr, Expr] = {}
+    for expr in postorder(roots):
+        done[expr] = substitute([expr], done)[0] if expr.args else expr
+        if isinstance(expr, Apply) and expr.op == "div" and expr not in uniform:
+            x, y = (done[arg] for arg in expr.args)
+            if expr.args[1] in uniform:
+                r = apply("div", constant(1.0, y.dtype), y, dtype=y.dtype)
+                done[expr] = apply("div_by", x, y, r, dtype=expr.dtype)
+    stores = tuple(Store(store.buffer, done[store.value]) for store in case.stores)
+    sums = tuple(done[value] for value in case.sums)
+    return Case(stores, sums, case.temps, case.early)  # type: ignore[arg-type]  # still Reduce
 
 
 def _outermost_uniforms(roots: Iterable[Expr], uniform: set[Expr]) -> list[Expr]:

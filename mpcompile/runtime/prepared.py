@@ -279,7 +279,7 @@ def _tensor_of(
     copies: dict[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor | None:
     if name == "param":
-        return param.detach()
+        return param
     if name == "copy":
         return copies[param]
     if name.startswith("state."):

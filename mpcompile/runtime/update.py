@@ -72,13 +72,13 @@ class OptimizerUpdate:
         if plan.skip is not None and bool(plan.skip.item()):
             return Outcome(fused=not self.reason, reason=self.reason, skipped=True)
         with torch.no_grad():
-            members, present = self._present(grads)
-            if not members:
-                return self._eagerly(grads, plan, "")
-            if self.reason:
+            if grads is None:
+                grads = [param.grad for param in self._all_params()]
+            present = [grad for grad in grads if grad is not None]
+            if not present or self.reason:
                 return self._eagerly(grads, plan, self.reason)
             try:
-                prepared = self._ready(members, present, plan)
+                prepared = self._ready(grads, present, plan)
             except StateMissing:
                 return self._eagerly(grads, plan, "")
             except CodegenError as error:
@@ -89,37 +89,38 @@ class OptimizerUpdate:
             prepared.launch(inputs)
         return Outcome(fused=True, norm=norm)
 
-    def _present(
-        self, grads: Sequence[torch.Tensor | None] | None
-    ) -> tuple[list[Member], list[torch.Tensor]]:
-        """Return the parameters that have a gradient, and these gradients."""
-        members, present, position = [], [], 0
-        for index, group in enumerate(self.optimizer.param_groups):
-            for param in group["params"]:
-                grad = param.grad if grads is None else grads[position]
-                position += 1
-                if grad is not None:
-                    members.append(Member(param, index))
-                    present.append(grad)
-        return members, present
+    def _all_params(self) -> list[torch.Tensor]:
+        """Return the parameters of all groups."""
+        groups = self.optimizer.param_groups
+        if len(groups) == 1:
+            params: list[torch.Tensor] = groups[0]["params"]
+            return params
+        return [param for group in groups for param in group["params"]]
 
     def _ready(
-        self, members: list[Member], grads: list[torch.Tensor], plan: GradPlan
+        self,
+        grads: Sequence[torch.Tensor | None],
+        present: list[torch.Tensor],
+        plan: GradPlan,
     ) -> Prepared:
         """Return a table that is up to date; make it if need be."""
-        treatment = GradTreatment(plan.steps, plan.write)
-        key = (tuple(id(m.param) for m in members), treatment)
+        absent = () if len(present) == len(grads) else _positions_of_none(grads)
+        key = (len(grads), absent, plan.steps, plan.write)
         prepared = self.prepared.get(key)
-        if prepared is not None and prepared.is_current(grads):
+        if prepared is not None and prepared.is_current(present):
             return prepared
         if len(self.prepared) >= MAX_PREPARED:
             self.prepared.clear()
         self.num_prepared += 1
+        groups = self.optimizer.param_groups
+        everyone = [Member(p, g) for g, group in enumerate(groups) for p in group["params"]]
+        members = [m for m, grad in zip(everyone, grads, strict=True) if grad is not None]
+        treatment = GradTreatment(plan.steps, plan.write)
         prepared = Prepared(
-            self.optimizer, self.classes, members, grads, treatment, self.copies, self.cache_dir
+            self.optimizer, self.classes, members, present, treatment, self.copies, self.cache_dir
         )
         self.prepared[key] = prepared
-        if not prepared.is_current(grads):
+        if not prepared.is_current(present):
             raise CodegenError("fuse-updates: parameters, state or gradients change while read.")
         return prepared
 
@@ -130,12 +131,11 @@ class OptimizerUpdate:
         )
 
     def _eagerly(
-        self, grads: Sequence[torch.Tensor | None] | None, plan: GradPlan, reason: str
+        self, grads: Sequence[torch.Tensor | None], plan: GradPlan, reason: str
     ) -> Outcome:
         """Run the optimizer's own step on the gradients after ``plan``."""
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        given = [p.grad for p in params] if grads is None else list(grads)
-        treated, norm = apply_eagerly(plan, given)
+        params = self._all_params()
+        treated, norm = apply_eagerly(plan, grads)
         before = [p.grad for p in params]
         try:
             for param, grad in zip(params, treated, strict=True):
@@ -146,3 +146,7 @@ class OptimizerUpdate:
                 for param, grad in zip(params, before, strict=True):
                     param.grad = grad
         return Outcome(fused=False, reason=reason, norm=norm)
+
+
+def _positions_of_none(grads: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    return tuple(i for i, grad in enumerate(grads) if grad is None)
