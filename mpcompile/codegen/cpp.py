@@ -76,7 +76,7 @@ struct Table {
   double* numbers_out;          // (rows, NUMBERS)
   const double* shared;         // (groups, SHARED)
   const double* inputs;         // (INPUTS)
-  double* slots;                // (rows, SLOTS)
+  double* sums;                 // (rows, SUMS)
   double* partials;             // (chunks, SUMS)
   const int64_t* kinds;         // (rows): which case
   const int64_t* groups;        // (rows)
@@ -127,21 +127,37 @@ template <class T> static inline T floor_div(T a, T b) { return T(std::floor(dou
 template <class T> static inline T floor_mod(T a, T b) { return a - b * floor_div(a, b); }
 """
 
+_PARTIALS = """\
+static double add_partials(const Table& t, int64_t row, int64_t k) {
+  double a = 0;
+  for (int64_t c = t.first_chunk[row]; c < t.first_chunk[row + 1]; c++) a += t.partials[c * SUMS + k];
+  return a;
+}
+
+static double max_partials(const Table& t, int64_t row, int64_t k) {
+  double a = 0;
+  for (int64_t c = t.first_chunk[row]; c < t.first_chunk[row + 1]; c++)
+    a = max_nan(t.partials[c * SUMS + k], a);
+  return a;
+}
+"""
+
 _RUN = """\
+// One chunk after another; what a tensor needs once is done by whoever ran its only chunk, or at the
+// end, where little is left. One barrier a phase.
 extern "C" int64_t run(const Table* table, int64_t phase, int64_t phase_end, int64_t row_begin,
                        int64_t row_end, int64_t threads) {
   const Table& t = *table;
   const int64_t chunk_begin = t.first_chunk[row_begin], chunk_end = t.first_chunk[row_end];
   for (; phase < phase_end; phase++) {
-    #pragma omp parallel num_threads(int(threads))
-    {
-      #pragma omp for schedule(static)
-      for (int64_t row = row_begin; row < row_end; row++) uniforms(t, phase, row);
-      #pragma omp for schedule(dynamic, 2)
-      for (int64_t c = chunk_begin; c < chunk_end; c++) elements(t, phase, c);
-      #pragma omp for schedule(static)
-      for (int64_t row = row_begin; row < row_end; row++) combine(t, phase, row);
+    #pragma omp parallel for schedule(dynamic, 2) num_threads(int(threads))
+    for (int64_t c = chunk_begin; c < chunk_end; c++) {
+      const int64_t row = t.chunk_row[c];
+      elements(t, phase, row, t.chunk_begin[c], t.chunk_end[c], t.partials + c * SUMS);
+      if (t.first_chunk[row + 1] - t.first_chunk[row] == 1) finish(t, phase, row);
     }
+    for (int64_t row = row_begin; row < row_end; row++)
+      if (t.first_chunk[row + 1] - t.first_chunk[row] != 1) finish(t, phase, row);
   }
   return 0;
 }
@@ -193,13 +209,10 @@ class _Frame:
     def column(self, name: str, dtype: str) -> str:
         return f"(({_CTYPES[dtype]}*)ptr[{self.index[name][1]}])"
 
-    def slot(self, expr: Expr) -> str:
-        return f"({_CTYPES[expr.dtype]})slot[{self.schedule.slots[expr]}]"
-
     def uniform_leaf(self, expr: Expr) -> str | None:
         """Spell a leaf of the uniform part, or a reduction of an earlier phase."""
         if isinstance(expr, Reduce):
-            return self.slot(expr)
+            return f"sum[{self.schedule.sums[expr]}]"
         if not isinstance(expr, Scalar):
             return None
         array, position = self.index[expr.name]
@@ -218,55 +231,56 @@ def _leaf_index(kernel: Kernel) -> dict[str, tuple[str, int]]:
     return {name: (a, i) for a, names in arrays.items() for i, name in enumerate(names)}
 
 
-def _uniform_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
-    """Return the function that computes what one tensor needs before its elements."""
+_SOURCES = {
+    "ptr": "void* const* ptr = t.pointers + row * COLUMNS;",
+    "number": "const double* number = t.numbers + row * NUMBERS;",
+    "number_out": "double* number_out = t.numbers_out + row * NUMBERS;",
+    "shared": "const double* shared = t.shared + t.groups[row] * SHARED;",
+    "input": "const double* input = t.inputs;",
+    "sum": "double* sum = t.sums + row * SUMS;",
+}
+
+
+def _with_sources(lines: list[str]) -> list[str]:
+    """Prepend the declarations of the arrays that ``lines`` read."""
+    text = "\n".join(lines)
+    return [line for name, line in _SOURCES.items() if f"{name}[" in text] + lines
+
+
+def _finish_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
+    """Return the function that does what a tensor needs once, after its elements."""
+    folds = []
+    for r in phase.reductions:
+        k = frame.schedule.sums[r]
+        folds.append(f"sum[{k}] = {'add' if r.op == 'sum' else 'max'}_partials(t, row, {k});")
     block = Block(Cpp(), frame.uniform_leaf)
-    roots = phase.uniforms + [store.value for store in phase.uniform_stores]
-    names = block.emit(roots)
-    count = len(phase.uniforms)
-    writes = [
-        f"slot[{frame.schedule.slots[expr]}] = double({text});"
-        for expr, text in zip(phase.uniforms, names[:count], strict=True)
-    ]
-    for store, text in zip(phase.uniform_stores, names[count:], strict=True):
+    texts = block.emit(store.value for store in phase.uniform_stores)
+    writes = []
+    for store, text in zip(phase.uniform_stores, texts, strict=True):
         if frame.index[store.buffer][0] == "number":
             writes.append(f"number_out[{frame.index[store.buffer][1]}] = double({text});")
         else:
             writes.append(f"*{frame.column(store.buffer, store.value.dtype)} = {text};")
-    head = [
-        "void* const* ptr = t.pointers + row * COLUMNS;",
-        "const double* number = t.numbers + row * NUMBERS;",
-        "double* number_out = t.numbers_out + row * NUMBERS;",
-        "const double* shared = t.shared + t.groups[row] * SHARED;",
-        "const double* input = t.inputs;",
-        "double* slot = t.slots + row * SLOTS;",
-        "(void)ptr, (void)number, (void)number_out, (void)shared, (void)input, (void)slot;",
-    ]
-    body = indent(head + block.lines + writes)
+    body = indent(_with_sources(folds + block.lines + writes))
     return [f"static void {name}(const Table& t, int64_t row) {{", *body, "}", ""]
 
 
 def _element_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
     """Return the function that runs over the elements of one chunk."""
     roots = [r.operand for r in phase.reductions] + [store.value for store in phase.stores]
-    slots = _read_slots(roots, frame.schedule)
-    buffers = _buffers(roots, phase.stores)
-    head = ["void* const* ptr = t.pointers + row * COLUMNS;"] if buffers else []
-    for buffer, (dtype, written) in buffers.items():
+    head = []
+    for buffer, (dtype, written) in _buffers(roots, phase.stores).items():
         kind = _CTYPES[dtype] if written else f"const {_CTYPES[dtype]}"
         position = frame.index[buffer][1]
         head.append(f"{kind}* __restrict b{position} = ({kind}*)ptr[{position}];")
-    if slots:
-        head.append("const double* slot = t.slots + row * SLOTS;")
-    for e in slots:
-        head.append(f"const {_CTYPES[e.dtype]} s{frame.schedule.slots[e]} = {frame.slot(e)};")
+    uniform = Block(Cpp(), frame.uniform_leaf, "u")
+    names = dict(zip(phase.uniforms, uniform.emit(phase.uniforms), strict=True))
 
     def leaf(expr: Expr) -> str | None:
-        if isinstance(expr, Load):
-            return f"b{frame.index[expr.buffer][1]}[i]"
-        return f"s{frame.schedule.slots[expr]}" if expr in frame.schedule.slots else None
+        return f"b{frame.index[expr.buffer][1]}[i]" if isinstance(expr, Load) else None
 
     block = Block(Cpp(), leaf)
+    block.names.update(names)
     texts = block.emit(roots)
     count = len(phase.reductions)
     body = [_accumulate(r, k, text) for k, (r, text) in enumerate(zip(phase.reductions, texts))]
@@ -274,28 +288,12 @@ def _element_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
         body.append(f"b{frame.index[store.buffer][1]}[i] = {text};")
     body = block.lines + body
     if count:
-        loop = _reduction_loop(phase, body, [frame.schedule.slots[r] for r in phase.reductions])
+        loop = _reduction_loop(phase, body, [frame.schedule.sums[r] for r in phase.reductions])
     else:
-        head.insert(0, "(void)partial;")
         loop = ["#pragma omp simd", "for (int64_t i = begin; i < end; i++) {", *indent(body), "}"]
+    lines = _with_sources(head + uniform.lines + loop)
     signature = "(const Table& t, int64_t row, int64_t begin, int64_t end, double* partial) {"
-    return [f"static void {name}{signature}", *indent([*head, *loop]), "}", ""]
-
-
-def _read_slots(roots: Sequence[Expr], schedule: Schedule) -> list[Expr]:
-    """Return the slots that a loop over ``roots`` reads, in postorder."""
-    read: set[Expr] = set()
-    seen: set[Expr] = set()
-    stack = list(roots)
-    while stack:
-        expr = stack.pop()
-        if expr in schedule.slots and expr not in roots:
-            read.add(expr)
-        elif expr not in seen:
-            seen.add(expr)
-            stack.extend(expr.args)
-    read.update(root for root in roots if root in schedule.slots)
-    return [expr for expr in postorder(roots) if expr in read]
+    return [f"static void {name}{signature}", *indent(lines), "}", ""]
 
 
 def _reduction_loop(phase: Phase, body: list[str], slots: Sequence[int]) -> list[str]:
@@ -351,74 +349,47 @@ def _dispatch(name: str, arguments: str, call: str, table: dict[tuple[int, int],
     return [head, *indent(["switch (t.kinds[row] * PHASES + phase) {", *indent(cases), "}"]), "}", ""]
 
 
-def _combine(schedules: Sequence[Schedule]) -> list[str]:
-    """Return the function that folds the partial sums of a row, in chunk order."""
-    table: list[str] = []
-    for c, schedule in enumerate(schedules):
-        for p, phase in enumerate(schedule.phases):
-            folds = []
-            for r in phase.reductions:
-                k = schedule.slots[r]
-                fold = "a + x" if r.op == "sum" else "max_nan(x, a)"
-                folds.append(
-                    f"{{ double a = 0; for (int64_t c = t.first_chunk[row]; "
-                    f"c < t.first_chunk[row + 1]; c++) {{ const double x = t.partials[c * SUMS + {k}]; "
-                    f"a = {fold}; }} slot[{k}] = a; }}"
-                )
-            if folds:
-                table += [f"case {c} * PHASES + {p}:", *indent(folds), "  return;"]
-    head = "static void combine(const Table& t, int64_t phase, int64_t row) {"
-    body = ["double* slot = t.slots + row * SLOTS;", "(void)slot;"]
-    return [head, *indent([*body, "switch (t.kinds[row] * PHASES + phase) {", *indent(table), "}"]), "}", ""]
-
-
 @dataclass(frozen=True)
 class Sizes:
-    """The widths of the arrays that a kernel's table needs, in entries."""
+    """How many phases a kernel has, and how many sums a row has between them."""
 
     phases: int
-    slots: int
     sums: int
 
 
 def measure(kernel: Kernel) -> Sizes:
-    """Return how wide the slots and the partial sums of ``kernel`` are."""
+    """Return the sizes that the table of ``kernel`` depends on."""
     schedules = [build_schedule(case) for case in kernel.cases]
-    sums = [len([e for e in s.slots if isinstance(e, Reduce)]) for s in schedules]
-    return Sizes(count_phases(kernel), max(len(s.slots) for s in schedules), max(sums))
+    return Sizes(count_phases(kernel), max(len(s.sums) for s in schedules))
 
 
 def emit_cpp(kernel: Kernel) -> str:
     """Return the C++ source of ``kernel``; it exports ``run``."""
     schedules = [build_schedule(case) for case in kernel.cases]
     sizes, index = measure(kernel), _leaf_index(kernel)
-    lines = [f"// {kernel.name}", _PRELUDE]
     constants = {
         "LANES": 32,
         "COLUMNS": len(kernel.columns),
         "NUMBERS": len(kernel.numbers),
         "SHARED": len(kernel.shared),
-        "SLOTS": sizes.slots,
         "SUMS": sizes.sums,
         "PHASES": sizes.phases,
     }
+    lines = [f"// {kernel.name}", _PRELUDE]
     lines += [f"static constexpr int64_t {name} = {value};" for name, value in constants.items()]
-    lines.append("")
-    uniforms: dict[tuple[int, int], str] = {}
+    lines += ["", _PARTIALS]
     elements: dict[tuple[int, int], str] = {}
+    finish: dict[tuple[int, int], str] = {}
     for c, schedule in enumerate(schedules):
         frame = _Frame(kernel, schedule, index)
         for p, phase in enumerate(schedule.phases):
-            if phase.uniforms or phase.uniform_stores:
-                uniforms[c, p] = f"uniforms_{c}_{p}"
-                lines += _uniform_function(frame, phase, uniforms[c, p])
             if phase.reductions or phase.stores:
                 elements[c, p] = f"elements_{c}_{p}"
                 lines += _element_function(frame, phase, elements[c, p])
-    lines += _dispatch("uniforms", "int64_t row", "t, row", uniforms)
-    begin_end = "t, row, t.chunk_begin[c], t.chunk_end[c], t.partials + c * SUMS"
-    dispatch = _dispatch("elements", "int64_t c", begin_end, elements)
-    dispatch.insert(1, "  const int64_t row = t.chunk_row[c];")
-    return "\n".join([*lines, *dispatch, *_combine(schedules), _RUN])
-
-
+            if phase.reductions or phase.uniform_stores:
+                finish[c, p] = f"finish_{c}_{p}"
+                lines += _finish_function(frame, phase, finish[c, p])
+    chunk = "int64_t row, int64_t begin, int64_t end, double* partial"
+    lines += _dispatch("elements", chunk, "t, row, begin, end, partial", elements)
+    lines += _dispatch("finish", "int64_t row", "t, row", finish)
+    return "\n".join([*lines, _RUN])

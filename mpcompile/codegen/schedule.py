@@ -1,9 +1,9 @@
-"""Split what a kernel computes into phases, and give every value shared between them a slot.
+"""Split what a kernel computes into phases.
 
-A phase is: uniform values of each tensor, then partial sums or stores for each chunk of elements,
-then the combination of partial sums for each tensor. A slot is one f64 of one tensor; it carries a
-uniform value into the element loops and a reduction into the next phase. Phases need no barrier
-between chunks, so a GPU runs one launch a phase and a CPU one parallel region.
+A phase is partial sums or stores for each chunk of elements, then, for each tensor, the combination
+of its partial sums and the stores of uniform values. Reductions travel from phase to phase as one
+f64 of a tensor each. There is no barrier between chunks, so a GPU runs one launch a phase and a CPU
+one parallel loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Case:
     """The update of one kind of tensor.
 
     ``stores`` write its buffers. ``sums`` are reductions wanted for themselves; the caller finds
-    sum ``k`` in slot ``k``. ``temps`` maps a buffer to the phase after which outside code fills it;
+    number ``k`` among the sums of the row. ``temps`` maps a buffer to the phase after which outside code fills it;
     stores to a buffer in ``early`` happen as soon as their value is known, the others last.
     """
 
@@ -61,24 +61,27 @@ class Kernel:
 
 @dataclass
 class Phase:
-    """What one phase of one case does."""
+    """What one phase of one case does: loops over elements, then what is done once a tensor.
+
+    ``uniforms`` are the uniform values that the loops read; each chunk computes them for itself.
+    """
 
     uniforms: list[Expr] = field(default_factory=list)
-    uniform_stores: list[Store] = field(default_factory=list)
     reductions: list[Reduce] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    uniform_stores: list[Store] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The phases of one case and the slot of each value that crosses a loop or a phase."""
+    """The phases of one case, and where the value of each reduction is kept between them."""
 
     phases: tuple[Phase, ...]
-    slots: Mapping[Expr, int]
+    sums: Mapping[Expr, int]
 
 
 def build_schedule(case: Case) -> Schedule:
-    """Assign every uniform value, reduction and store of ``case`` to its phase."""
+    """Assign every reduction and store of ``case`` to its phase."""
     case = reduce_divisions(case)
     roots = [store.value for store in case.stores] + list(case.sums)
     level = levels(roots, dict(case.temps))
@@ -87,20 +90,16 @@ def build_schedule(case: Case) -> Schedule:
     reductions.sort(key=lambda expr: expr not in case.sums)
     last = max(level.values(), default=0)
     phases = tuple(Phase() for _ in range(last + 1))
-    slots: dict[Expr, int] = {expr: index for index, expr in enumerate(reductions)}
     for reduction in reductions:
         phases[level[reduction] - 1].reductions.append(reduction)
     for store in case.stores:
         at = level[store.value] if store.buffer in case.early else last
         phase = phases[at]
         (phase.uniform_stores if store.value in uniform else phase.stores).append(store)
-    elementwise = [r.operand for r in reductions]
-    elementwise += [store.value for phase in phases for store in phase.stores]
-    for expr in _outermost_uniforms(elementwise, uniform):
-        if expr not in slots:
-            slots[expr] = len(slots)
-            phases[level[expr]].uniforms.append(expr)
-    return Schedule(phases, slots)
+    for phase in phases:
+        loops = [r.operand for r in phase.reductions] + [store.value for store in phase.stores]
+        phase.uniforms = _outermost_uniforms(loops, uniform)
+    return Schedule(phases, {expr: index for index, expr in enumerate(reductions)})
 
 
 def reduce_divisions(case: Case) -> Case:

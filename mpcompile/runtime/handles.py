@@ -86,25 +86,28 @@ static bool looks(const Readers& read, void* tensor, const Layout& want, const i
 // A tensor is three objects (handle, implementation, storage), each a cache miss. Ask for them ahead;
 // that the first word of a handle and the third of an implementation are addresses only saves time.
 static void ask_ahead(void* const* tensors, int64_t i, int64_t count) {
-  if (i + 16 < count) {
-    const char* far = *(const char* const*)tensors[i + 16];
+  if (i + 64 < count) {
+    const char* far = *(const char* const*)tensors[i + 64];
     __builtin_prefetch(far), __builtin_prefetch(far + 64), __builtin_prefetch(far + 128);
   }
-  if (i + 8 < count) __builtin_prefetch((*(const char* const* const*)tensors[i + 8])[2]);
+  if (i + 32 < count) __builtin_prefetch((*(const char* const* const*)tensors[i + 32])[2]);
 }
 
 // Returns how many tensors look different; *moved counts pointers that changed.
 int64_t locate(const Readers* read, int64_t count, void* const* tensors, const Layout* layouts,
-               const int64_t* strides, const int64_t* places, void** pointers, int64_t* moved) {
-  int64_t changed = 0;
+               const int64_t* strides, const int64_t* places, void** pointers, int64_t* moved,
+               int64_t threads) {
+  int64_t changed = 0, elsewhere = 0;
+  #pragma omp parallel for schedule(static) num_threads(int(threads)) reduction(+ : changed, elsewhere)
   for (int64_t i = 0; i < count; i++) {
     ask_ahead(tensors, i, count);
     void* data = nullptr;
     changed += read->data_ptr(tensors[i], &data) != 0;
-    *moved += pointers[places[i]] != data;
+    elsewhere += pointers[places[i]] != data;
     pointers[places[i]] = data;
     changed += !looks(*read, tensors[i], layouts[i], strides);
   }
+  *moved = elsewhere;
   return changed;
 }
 
@@ -156,7 +159,7 @@ def native(cache_dir: Path | None) -> ctypes.PyDLL:
     library.list_is.argtypes = [obj, ptr, i64]
     library.dict_is.argtypes = [obj, ptr, i64]
     library.dicts_are.argtypes = [obj, ptr, ptr]
-    library.locate.argtypes = [ptr, i64, ptr, ptr, ptr, ptr, ptr, ptr]
+    library.locate.argtypes = [ptr, i64, ptr, ptr, ptr, ptr, ptr, ptr, i64]
     library.locate_once.argtypes = [ptr, obj, ptr, ptr, ptr, ptr, ptr]
     return library
 

@@ -53,7 +53,7 @@ class NormKernels:
                 rows.inputs[rows.kernel.inputs.index(name)] = value
         rows.pointers[:] = prepared.grad_pointers()
         rows.run(table.function, (0, 1), (0, rows.count))
-        sums = rows.slots[0 :: rows.widths.slots]
+        sums = rows.sums[0 : rows.count * rows.widths.sums : rows.widths.sums]
         total = max(sums, key=lambda x: (math.isnan(x), x)) if order == math.inf else math.fsum(sums)
         return root(total, order)
 

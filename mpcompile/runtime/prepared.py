@@ -117,7 +117,11 @@ class Prepared:
                 elif tensor is not None:
                     if tensor.dim():
                         tensor = self.staging.placed(tensor, like, name in stored)
-                    fixed.add(tensor, self.rows.place(row, name))
+                    place = self.rows.place(row, name)
+                    if name == "copy":  # ours, and stays where it is
+                        self.rows.pointers[place] = tensor.data_ptr()
+                    else:
+                        fixed.add(tensor, place)
                     mine += [tensor] if name in stored else []
             written.append(mine)
         self.numbers, self._written = numbers, written

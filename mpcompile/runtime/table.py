@@ -21,13 +21,15 @@ from mpcompile.codegen.schedule import Kernel
 from mpcompile.runtime.handles import Handles, Layouts, native, open_capsules, readers
 
 CHUNK_ELEMENTS = 16384
+MANY_TENSORS = 1000
+"""From how many tensors on it pays to read their addresses on several threads."""
 FIELDS = (
     "pointers",
     "numbers",
     "numbers_out",
     "shared",
     "inputs",
-    "slots",
+    "sums",
     "partials",
     "kinds",
     "groups",
@@ -99,7 +101,7 @@ class Rows:
         self.numbers_out = zeros("d", count * len(kernel.numbers))
         self.shared = zeros("d", (max(groups, default=0) + 1) * len(kernel.shared))
         self.inputs = zeros("d", len(kernel.inputs))
-        self.slots = zeros("d", count * widths.slots)
+        self.sums = zeros("d", count * widths.sums)
         self.partials = zeros("d", len(chunks.row) * widths.sums)
         self.kinds = array.array("q", [*kinds, 0])
         self.groups = array.array("q", [*groups, 0])
@@ -194,16 +196,17 @@ class Locator:
 
     def locate(self) -> tuple[bool, bool]:
         """Return whether all layouts hold, and whether a pointer changed."""
-        self._moved.value = 0
+        count = len(self._handles.tensors)
         changed = self._native.locate(
             ctypes.addressof(self._readers),
-            len(self._handles.tensors),
+            count,
             ctypes.addressof(self._handles.array),
             ctypes.addressof(self._layouts.layouts),
             ctypes.addressof(self._layouts.strides),
             address(self._places),
             address(self._rows.pointers),
             ctypes.addressof(self._moved),
+            torch.get_num_threads() if count > MANY_TENSORS else 1,
         )
         return changed == 0, self._moved.value > 0
 
