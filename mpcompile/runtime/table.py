@@ -21,6 +21,8 @@ from mpcompile.codegen.schedule import Kernel
 from mpcompile.runtime.handles import Handles, Layouts, native, open_capsules, readers
 
 CHUNK_ELEMENTS = 16384
+ELEMENTS_PER_THREAD = 32768
+"""Work that is worth another thread; ATen's grain size."""
 MANY_TENSORS = 1000
 """From how many tensors on it pays to read their addresses on several threads."""
 FIELDS = (
@@ -96,6 +98,7 @@ class Rows:
     ) -> None:
         count = len(sizes)
         self.kernel, self.widths, self.count, self.chunks = kernel, widths, count, chunks
+        self.max_threads = 1 + sum(sizes) // ELEMENTS_PER_THREAD
         self.pointers = zeros("Q", count * len(kernel.columns))
         self.numbers = zeros("d", count * len(kernel.numbers))
         self.numbers_out = zeros("d", count * len(kernel.numbers))
@@ -115,7 +118,7 @@ class Rows:
 
     def run(self, function: Any, phases: tuple[int, int], rows: tuple[int, int]) -> None:
         """Run phases [a, b) for rows [c, d), on as many threads as torch uses."""
-        threads = min(torch.get_num_threads(), len(self.chunks.row))
+        threads = min(torch.get_num_threads(), self.max_threads)
         function(ctypes.byref(self.c_table), *phases, *rows, threads)
 
 

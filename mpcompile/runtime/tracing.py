@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from mpcompile.codegen.extract import Leaf
 from mpcompile.errors import CodegenError
+from mpcompile.runtime import dispatch
 from mpcompile.runtime.structure import (
     GroupStructure,
     ParamStructure,
@@ -283,7 +284,8 @@ def _trace_once(
                 out = torch.func.functionalize(run)(*flat)
             return out, [made.symbol for made in decisions.made]
 
-        with torch.no_grad(), inputs.mode, _symbolic_math(optimizer), _reasons(optimizer):
+        quiet = dispatch.suspended()
+        with quiet, torch.no_grad(), inputs.mode, _symbolic_math(optimizer), _reasons(optimizer):
             gm = make_fx(traced, tracing_mode="real")(*inputs.flat)
     shapes = tuple(tuple(rep.param.shape) for rep in reps)
     return StepTrace(gm, tuple(inputs.leaves), shapes, tuple(names), decisions, watch.reads_shape)

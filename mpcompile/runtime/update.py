@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mpcompile.errors import CodegenError
+from mpcompile.runtime import dispatch
 from mpcompile.runtime.classes import Classes, Member
 from mpcompile.runtime.grads import GradPlan, apply_eagerly
 from mpcompile.runtime.norms import NormKernels
@@ -40,11 +41,11 @@ class OptimizerUpdate:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        original_step: Callable[[], Any] | None = None,
+        original_step: Callable[[torch.optim.Optimizer], Any] | None = None,
         cache_dir: Path | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self._original_step = original_step or optimizer.step
+        self._original_step = original_step or type(optimizer).step
         self.cache_dir = cache_dir
         self.classes = Classes(optimizer)
         self.norms = NormKernels(cache_dir)
@@ -71,6 +72,7 @@ class OptimizerUpdate:
         plan = plan or GradPlan()
         if plan.skip is not None and bool(plan.skip.item()):
             return Outcome(fused=not self.reason, reason=self.reason, skipped=True)
+        self._grad_mode = torch.is_grad_enabled()
         with torch.no_grad():
             if grads is None:
                 grads = [param.grad for param in self._all_params()]
@@ -137,10 +139,12 @@ class OptimizerUpdate:
         params = self._all_params()
         treated, norm = apply_eagerly(plan, grads)
         before = [p.grad for p in params]
+        grad_mode = self._grad_mode
         try:
             for param, grad in zip(params, treated, strict=True):
                 param.grad = grad
-            self._original_step()
+            with dispatch.suspended(), torch.set_grad_enabled(grad_mode):
+                self._original_step(self.optimizer)
         finally:
             if not plan.write:
                 for param, grad in zip(params, before, strict=True):

@@ -1,0 +1,133 @@
+"""Permanent dispatchers in ``Optimizer.step``: ours where our step runs, else the original.
+
+Each class's step is wrapped by ``Optimizer.profile_hook_step`` when the class is first used. The
+dispatcher goes inside that wrapper, into its closure, so step hooks, profiling ranges and whoever
+took a reference earlier (a learning-rate scheduler, ``torch.compile(opt.step)``) keep working.
+
+Private torch API, seen in 2.11 to 2.14: ``Optimizer.profile_hook_step`` and the ``func`` in the
+closure of what it returns; ``torch._dynamo.assume_constant_result``;
+``torch._C._dynamo.eval_frame.get_eval_frame_callback``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C._dynamo import eval_frame
+
+Step = Callable[..., Any]
+Runner = Callable[[torch.optim.Optimizer, Step], Any]
+"""Updates the optimizer; the second argument is its own step, a function of the optimizer."""
+
+_local = threading.local()
+_install_lock = threading.Lock()
+_installed = False
+
+
+def _runners() -> list[Runner | None]:
+    if not hasattr(_local, "runners"):
+        _local.runners = []
+    runners: list[Runner | None] = _local.runners
+    return runners
+
+
+@contextlib.contextmanager
+def running(runner: Runner) -> Iterator[None]:
+    """Have steps in this thread go to ``runner``."""
+    install()
+    stack = _runners()
+    stack.append(runner)
+    try:
+        yield
+    finally:
+        stack.pop()
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Have steps in this thread go to the originals."""
+    stack = _runners()
+    stack.append(None)
+    try:
+        yield
+    finally:
+        stack.pop()
+
+
+@torch._dynamo.assume_constant_result
+def is_ours() -> bool:
+    """Whether a step that starts now is part of a step of ours.
+
+    Dynamo asks while it traces and keeps the answer, which belongs to the backend it traces for. At
+    run time, code that is excluded from compilation is not part of the step.
+    """
+    stack = _runners()
+    if not stack or stack[-1] is None:
+        return False
+    is_tracing = torch._guards.TracingContext.try_get() is not None
+    return is_tracing or callable(eval_frame.get_eval_frame_callback())
+
+
+@torch._dynamo.disable
+def _run(optimizer: torch.optim.Optimizer, original: Step) -> Any:
+    stack = _runners()
+    runner = stack[-1] if stack else None
+    if runner is None:
+        return original(optimizer)
+    return runner(optimizer, original)
+
+
+def dispatching(original: Step) -> Step:
+    """Return a step that is ``original`` except where our step runs."""
+
+    @functools.wraps(original)
+    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not is_ours():
+            return original(self, *args, **kwargs)
+        return _run(self, original)
+
+    step.is_mpcompile_dispatcher = True  # type: ignore[attr-defined]  # a mark on a function
+    return step
+
+
+def install() -> None:
+    """Put dispatchers into all optimizer classes, those to come included; once."""
+    global _installed
+    if _installed:
+        return
+    with _install_lock:
+        if _installed:
+            return
+        wrap_step = torch.optim.Optimizer.profile_hook_step
+
+        def profile_hook_step(func: Step) -> Step:
+            return wrap_step(dispatching(func))
+
+        torch.optim.Optimizer.profile_hook_step = staticmethod(  # type: ignore[method-assign]
+            functools.wraps(wrap_step)(profile_hook_step)
+        )
+        for cls in _subclasses(torch.optim.Optimizer):
+            step = vars(cls).get("step")
+            if getattr(step, "hooked", False):
+                _enter(step)
+        _installed = True
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _enter(hooked: Any) -> None:
+    """Replace the step inside ``hooked``, which ``profile_hook_step`` made."""
+    if "func" not in hooked.__code__.co_freevars:
+        return
+    cell = hooked.__closure__[hooked.__code__.co_freevars.index("func")]
+    if not getattr(cell.cell_contents, "is_mpcompile_dispatcher", False):
+        cell.cell_contents = dispatching(cell.cell_contents)
