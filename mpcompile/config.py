@@ -48,7 +48,7 @@ PASS_NAMES = (
     "shadow-weights",
     "fuse-updates",
 )
-BUILT_PASSES = ("cast-composites", "assign-precision", "insert-casts", "fold-casts")
+BUILT_PASSES = ("cast-composites", "assign-precision", "insert-casts", "fold-casts", "fuse-updates")
 PLANNED_PASSES = tuple(name for name in PASS_NAMES if name not in BUILT_PASSES)
 
 
@@ -211,6 +211,15 @@ class Config:
             in_key=False,
         ),
     )
+    cache_dir: Path | None = field(
+        default=None,
+        metadata=_option(
+            parse_path,
+            "folder, or None",
+            "Where built update kernels are kept; None: mpcompile below the user's cache folder.",
+            in_key=False,
+        ),
+    )
     report_dir: Path | None = field(
         default=None,
         metadata=_option(
@@ -285,7 +294,6 @@ _PLANNED_OPTIONS = {
     "hysteresis": ("whole number", "Overflows before the loss scale halves."),
     "wire_dtype": ("float16, bfloat16, float32", "The dtype of gradients sent between ranks."),
     "error_feedback": ("off, on", "Carry what the wire dtype rounds off to the next step."),
-    "cache_dir": ("folder", "Where generated update kernels are kept."),
     "check_sync": ("first-step, off, number of steps", "When ranks compare their weights."),
 }
 

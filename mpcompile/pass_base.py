@@ -24,6 +24,7 @@ class Stage(enum.Enum):
     """Which graph a pass rewrites."""
 
     DYNAMO = "dynamo"  # Dynamo's graph: torch functions and methods, before autograd
+    RUNTIME = "runtime"  # no graph is rewritten: what the runtime does in its stead
     ATEN = "aten"  # functional ATen graph, forward and backward together
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from mpcompile.config import Config
 from mpcompile.pass_base import GraphPass
 from mpcompile.pass_manager import PassManager
-from mpcompile.passes import AssignPrecision, CastComposites, FoldCasts, InsertCasts
+from mpcompile.passes import AssignPrecision, CastComposites, FoldCasts, FuseUpdates, InsertCasts
 
 PIPELINE: tuple[GraphPass, ...] = (
     CastComposites(),
     AssignPrecision(),
     InsertCasts(),
     FoldCasts(),
+    FuseUpdates(),
 )
 
 

@@ -6,6 +6,7 @@ if __name__ != "mpcompile.passes":
 from mpcompile.passes.assign_precision import AssignPrecision
 from mpcompile.passes.cast_composites import CastComposites
 from mpcompile.passes.fold_casts import FoldCasts
+from mpcompile.passes.fuse_updates import FuseUpdates
 from mpcompile.passes.insert_casts import InsertCasts
 
-__all__ = ["AssignPrecision", "CastComposites", "FoldCasts", "InsertCasts"]
+__all__ = ["AssignPrecision", "CastComposites", "FoldCasts", "FuseUpdates", "InsertCasts"]

@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from mpcompile.capture import dynamo_api
@@ -19,6 +19,8 @@ from mpcompile.config import Config, is_disabled
 from mpcompile.graph.roles import GraphKind
 from mpcompile.inspection.report import StepReport
 from mpcompile.pipeline import build_manager
+from mpcompile.runtime import dispatch
+from mpcompile.runtime.updates import Updates
 
 _local = threading.local()
 
@@ -50,6 +52,7 @@ class Session:
         manager: the pipeline with the user's toggles.
         report: what was done so far; ``last_report`` returns it.
         used_overrides: entries of ``keep_fp32`` and ``keep_half`` that named a node.
+        updates: the fused updates of the optimizers that the step uses.
         assigned: precision by region and node name that the user read from a file.
     """
 
@@ -59,7 +62,9 @@ class Session:
         self.report = StepReport(config)
         self.used_overrides: set[str] = set()
         self.assigned = read_assignment(config)
+        self.updates = Updates(config.cache_dir)
         self._num_calls = 0
+        self._num_prepared = 0
         self._set_tracing = dynamo_api.tracing_patcher(config.max_recompiles)
 
     @contextmanager
@@ -73,16 +78,26 @@ class Session:
         position = dynamo_api.num_breaks()
         restore_tracing = self._set_tracing()
         try:
-            yield
+            with self._dispatching():
+                yield
         finally:
             restore_tracing()
             stack.pop()
             self._finish_call(position)
 
+    def _dispatching(self) -> AbstractContextManager[None]:
+        """Send ``Optimizer.step`` to the fused updates, or to the originals if they are off."""
+        if self.manager.is_enabled("fuse-updates"):
+            return dispatch.running(self.updates.run)
+        return dispatch.suspended()
+
     def _finish_call(self, position: int) -> None:
         """Note what the call broke on; Dynamo leaves a context without telling of an error."""
         for found in dynamo_api.breaks_since(position):
             self.report.add_break(found.reason, found.line)
+        if self.updates.num_prepared() != self._num_prepared:
+            self._num_prepared = self.updates.num_prepared()
+            self.report.updates = self.updates.records()
         error = sys.exc_info()[1]
         if error is not None:
             explain_limit(error)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mpcompile.codegen.expr import (
+    BYTES,
     Apply,
     Constant,
     Expr,
@@ -137,12 +138,13 @@ def count_phases(kernel: Kernel) -> int:
     return max(len(build_schedule(case).phases) for case in kernel.cases)
 
 
-def count_bytes(case: Case, widths: Mapping[str, int]) -> tuple[int, int]:
-    """Return the bytes read and written for one element; ``widths`` gives bytes by dtype."""
-    roots = [store.value for store in case.stores] + list(case.sums)
-    uniform = uniform_set(roots)
-    reads = sum(widths[e.dtype] for e in postorder(roots) if isinstance(e, Load))
-    writes = sum(widths[s.value.dtype] for s in case.stores if s.value not in uniform)
+def count_bytes(case: Case) -> tuple[int, int]:
+    """Return the bytes that ``case`` reads and writes for one element, over all phases."""
+    reads = writes = 0
+    for phase in build_schedule(case).phases:
+        roots = [r.operand for r in phase.reductions] + [store.value for store in phase.stores]
+        reads += sum(BYTES[e.dtype] for e in postorder(roots) if isinstance(e, Load))
+        writes += sum(BYTES[store.value.dtype] for store in phase.stores)
     return reads, writes
 
 

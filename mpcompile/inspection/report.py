@@ -12,6 +12,7 @@ from mpcompile.graph.diff import format_diff
 from mpcompile.graph.roles import GraphKind
 from mpcompile.inspection.measure import CastRecord, DecisionRecord, OpTotals
 from mpcompile.pass_base import PassRecord, Stage
+from mpcompile.runtime.record import UpdateRecord
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,14 @@ class StepReport:
     Attributes:
         config: the options that were in force.
         regions: one entry per graph.
+        updates: the optimizers' updates and their kernels.
         breaks: why and where graphs ended early: ``(reason, line)``, each once.
     """
 
     config: Config
     regions: list[RegionReport] = field(default_factory=list)
     breaks: list[tuple[str, str]] = field(default_factory=list)
+    updates: list[UpdateRecord] = field(default_factory=list)
 
     def add_break(self, reason: str, line: str) -> None:
         """Note a graph break; repeats are dropped."""

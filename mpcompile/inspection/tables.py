@@ -8,6 +8,7 @@ from tabulate import tabulate
 
 from mpcompile.inspection.report import RegionReport, StepReport
 from mpcompile.pass_base import PassRecord
+from mpcompile.runtime.record import UpdateRecord
 
 _MAX_CASTS = 20
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -24,6 +25,7 @@ def format_report(report: StepReport) -> str:
         _title("Ops and matmul FLOPs by dtype", _format_totals(report.regions)),
         _title("Saved for backward", _format_saved(report.regions)),
         _title("Casts", _format_casts(report.regions)),
+        _title("Updates", _format_updates(report.updates)),
     ]
     dtype = str(report.config.dtype).removeprefix("torch.")
     head = (
@@ -128,6 +130,21 @@ def _format_saved(regions: Sequence[RegionReport]) -> str:
         for dtype, count in sorted(region.saved_bytes.items())
     ]
     return _table(rows, ("region", "dtype", "activations"))
+
+
+def _format_updates(updates: Sequence[UpdateRecord]) -> str:
+    """One row a kernel; the time bound is what moving its bytes takes on this machine."""
+    rows: list[Sequence[object]] = []
+    for update in updates:
+        for kernel in update.kernels:
+            moved = (format_bytes(kernel.bytes_read), format_bytes(kernel.bytes_written))
+            bound = f"{kernel.bound_s * 1e3:.2f}"
+            rows.append((update.optimizer, kernel.name, kernel.num_tensors, *moved, bound))
+        if not update.kernels:
+            reason = update.reason or "ran as eager so far: state was not made yet"
+            rows.append((update.optimizer, reason, "", "", "", ""))
+    headers = ("optimizer", "kernel, or why none", "tensors", "read", "written", "bound ms")
+    return _table(rows, headers)
 
 
 def _format_casts(regions: Sequence[RegionReport]) -> str:

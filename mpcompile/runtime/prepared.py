@@ -18,12 +18,13 @@ from mpcompile.codegen.build import build_library
 from mpcompile.codegen.cpp import emit_cpp, measure
 from mpcompile.codegen.expr import Load, Scalar
 from mpcompile.codegen.extract import DTYPE_NAMES, NUM_ELEMENTS
-from mpcompile.codegen.schedule import Kernel, count_phases, leaves
+from mpcompile.codegen.schedule import count_bytes, count_phases, leaves
 from mpcompile.errors import CodegenError
 from mpcompile.runtime.analysis import Analysis, guards_hold
 from mpcompile.runtime.calls import CallRunner
 from mpcompile.runtime.cases import PlannedCase, Surroundings, build_kernel, plan_case
 from mpcompile.runtime.classes import Classes, Member, group_values
+from mpcompile.runtime.record import KernelRecord
 from mpcompile.runtime.staging import Staging
 from mpcompile.runtime.structure import ParamStructure
 from mpcompile.runtime.table import Located, Locator, Rows, Watch, build_chunks, independent_runs
@@ -226,6 +227,17 @@ class Prepared:
             value = self.rows.numbers_out[number.position]
             number.entries[number.key] = int(value) if number.is_int else value
         torch.autograd.graph.increment_version([member.param for member in self.members])
+
+    def record(self) -> KernelRecord:
+        """Return what one launch does."""
+        reads = writes = 0
+        for kind, member in zip(self.rows.kinds, self.members, strict=False):
+            read, write = count_bytes(self.cases[kind].case)
+            reads += read * member.param.numel()
+            writes += write * member.param.numel()
+        return KernelRecord(
+            self.kernel.name, self.source, len(self.members), reads, writes, self.built.cached
+        )
 
     def grad_pointers(self) -> array.array[Any]:
         """Return where the gradients of this launch lie."""

@@ -20,9 +20,11 @@ from mpcompile.runtime.classes import Classes, Member
 from mpcompile.runtime.grads import GradPlan, apply_eagerly
 from mpcompile.runtime.norms import NormKernels
 from mpcompile.runtime.prepared import GradTreatment, Prepared
+from mpcompile.runtime.record import UpdateRecord
 from mpcompile.runtime.tracing import StateMissing
 
 MAX_PREPARED = 8
+_warned: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,19 @@ class OptimizerUpdate:
         self.norms = NormKernels(cache_dir)
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
         self.prepared: dict[Any, Prepared] = {}
-        self.reason = ""
+        self.reason = _refusal(optimizer)
+        self.handle = ""
         self.num_prepared = 0
 
     def set_copies(self, copies: dict[torch.Tensor, torch.Tensor]) -> None:
         """Have the update write a 16-bit copy of each parameter that is a key of ``copies``."""
         self.copies = dict(copies)
         self.prepared.clear()
+
+    def record(self) -> UpdateRecord:
+        """Return what the update does, for reports."""
+        kernels = tuple(prepared.record() for prepared in self.prepared.values())
+        return UpdateRecord(type(self.optimizer).__name__, self.reason, kernels)
 
     def run(
         self, grads: Sequence[torch.Tensor | None] | None = None, plan: GradPlan | None = None
@@ -127,10 +135,12 @@ class OptimizerUpdate:
         return prepared
 
     def _give_up(self, reason: str) -> None:
+        """Run as eager from now on, and say so once for each reason."""
         self.reason = reason
-        warnings.warn(
-            f"{type(self.optimizer).__name__} runs as eager PyTorch: {reason}", stacklevel=2
-        )
+        if reason not in _warned:
+            _warned.add(reason)
+            name = type(self.optimizer).__name__
+            warnings.warn(f"mpcompile: {name} runs as eager PyTorch. {reason}", stacklevel=2)
 
     def _eagerly(
         self, grads: Sequence[torch.Tensor | None], plan: GradPlan, reason: str
@@ -154,3 +164,10 @@ class OptimizerUpdate:
 
 def _positions_of_none(grads: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
     return tuple(i for i, grad in enumerate(grads) if grad is None)
+
+
+def _refusal(optimizer: torch.optim.Optimizer) -> str:
+    """Return why ``optimizer`` is not even traced, or nothing."""
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "fuse-updates: the step is differentiable, so autograd has to see its operations."
+    return ""

@@ -1,0 +1,60 @@
+"""What updates there were and what their kernels do: plain data for reports."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+
+import torch
+
+_PROBE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class KernelRecord:
+    """One kernel and its table.
+
+    Attributes:
+        name: what it updates.
+        source: its C++ text.
+        num_tensors: parameters that one launch updates.
+        bytes_read: of one launch, each element of each buffer once per pass.
+        bytes_written: the same for what it writes.
+        was_cached: whether it was found built.
+    """
+
+    name: str
+    source: str
+    num_tensors: int
+    bytes_read: int
+    bytes_written: int
+    was_cached: bool
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds that moving these bytes takes on this machine: no kernel is faster."""
+        return (self.bytes_read + self.bytes_written) / memory_bandwidth(torch.get_num_threads())
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """The update of one optimizer. ``reason`` says why it runs as eager, or is empty."""
+
+    optimizer: str
+    reason: str
+    kernels: tuple[KernelRecord, ...]
+
+
+@functools.cache
+def memory_bandwidth(num_threads: int) -> float:
+    """Return the bytes a second that ``num_threads`` threads read and write, from a copy."""
+    source = torch.ones(_PROBE_BYTES // 4)
+    dest = torch.empty_like(source)
+    dest.copy_(source)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        dest.copy_(source)
+        best = min(best, time.perf_counter() - start)
+    return 2 * _PROBE_BYTES / best

@@ -1,0 +1,66 @@
+"""All fused updates of one compiled step, one for each optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpcompile.runtime import ops
+from mpcompile.runtime.grads import GradPlan
+from mpcompile.runtime.record import UpdateRecord
+from mpcompile.runtime.update import OptimizerUpdate
+
+_ATTRIBUTE = "_mpcompile_updates"
+
+
+class Updates:
+    """Makes and keeps the updates of the optimizers that one step uses.
+
+    An update is kept by its optimizer, so that it goes when the optimizer goes.
+    """
+
+    def __init__(self, cache_dir: Path | None = None) -> None:
+        self._cache_dir = cache_dir
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def of(
+        self,
+        optimizer: torch.optim.Optimizer,
+        original: Callable[[torch.optim.Optimizer], Any] | None = None,
+    ) -> OptimizerUpdate:
+        """Return the update of ``optimizer``; ``original`` is its own step."""
+        kept = vars(optimizer).setdefault(_ATTRIBUTE, weakref.WeakKeyDictionary())
+        update: OptimizerUpdate | None = kept.get(self)
+        if update is None:
+            update = kept[self] = OptimizerUpdate(optimizer, original, self._cache_dir)
+            self._optimizers.add(optimizer)
+            ops.register(update)
+        return update
+
+    def run(
+        self, optimizer: torch.optim.Optimizer, original: Callable[[torch.optim.Optimizer], Any]
+    ) -> None:
+        """Update the parameters of ``optimizer`` from their ``.grad``; a step in its place."""
+        self.of(optimizer, original).run(plan=amp_plan(optimizer))
+
+    def records(self) -> list[UpdateRecord]:
+        """Return what each update does."""
+        return [self.of(optimizer).record() for optimizer in self._optimizers]
+
+    def num_prepared(self) -> int:
+        """Return how many tables were made so far; records change with it."""
+        return sum(self.of(optimizer).num_prepared + 1 for optimizer in self._optimizers)
+
+
+def amp_plan(optimizer: torch.optim.Optimizer) -> GradPlan:
+    """Return what a ``GradScaler`` asked of ``optimizer``: unscale, skip, leave true gradients."""
+    scale = getattr(optimizer, "grad_scale", None)
+    found_inf = getattr(optimizer, "found_inf", None)
+    if scale is None and found_inf is None:
+        return GradPlan()
+    factor = 1.0 if scale is None else 1.0 / float(scale)
+    return GradPlan(factor=factor, skip=found_inf, write=scale is not None)
