@@ -37,6 +37,13 @@ NUM_ELEMENTS = "num_elements"
 """The leaf that holds how many elements the tensor has."""
 
 
+_WITHOUT_VALUE = (
+    aten.copy_.default,  # what functionalize appends; the outputs say the same
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
+
+
 @dataclass(frozen=True)
 class Leaf:
     """What a placeholder stands for. ``owner`` is the tensor it belongs to, or -1 if shared."""
@@ -127,7 +134,7 @@ class Extractor:
             elif node.op == "output":
                 flat = torch.utils._pytree.tree_leaves(node.args[0])
                 self.result.outputs = [self._operand(arg) for arg in flat]
-            elif node.target not in (aten.copy_.default, torch.ops.aten.sym_size.int):
+            elif node.target not in _WITHOUT_VALUE:
                 self.values[node] = self._call(node)
         return self.result
 

@@ -1,0 +1,145 @@
+"""Optimizers written by hand, as users write them: Python-int steps, norms, sign updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign of an interpolated momentum (Chen et al. 2023)."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, wd: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "wd": wd})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                p.data.mul_(1 - group["lr"] * group["wd"])
+                exp_avg = state["exp_avg"]
+                update = exp_avg.clone().mul_(beta1).add(p.grad, alpha=1 - beta1).sign_()
+                p.add_(update, alpha=-group["lr"])
+                exp_avg.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam with a trust ratio of norms for each tensor (You et al. 2020); an int counts steps."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, wd: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-6, "wd": wd})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if len(state) == 0:
+                    state["step"] = 0
+                    state["exp_avg"] = torch.zeros_like(p)
+                    state["exp_avg_sq"] = torch.zeros_like(p)
+                state["step"] += 1
+                m, v = state["exp_avg"], state["exp_avg_sq"]
+                m.mul_(beta1).add_(p.grad, alpha=1 - beta1)
+                v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                c1, c2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
+                update = (m / c1) / ((v / c2).sqrt() + group["eps"])
+                if group["wd"] != 0:
+                    update = update + group["wd"] * p
+                w_norm, u_norm = p.norm(), update.norm()
+                ratio = torch.where(
+                    w_norm > 0,
+                    torch.where(u_norm > 0, w_norm / u_norm, torch.ones_like(w_norm)),
+                    torch.ones_like(w_norm),
+                )
+                p.add_(update * ratio, alpha=-group["lr"])
+
+
+class Lars(torch.optim.Optimizer):
+    """Momentum with a local rate from norms (You et al. 2017); branches on data in Python."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.9, "wd": 1e-4, "trust": 0.001})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                    state["seen"] = 0
+                state["seen"] += 1
+                p_norm, g_norm = torch.norm(p).item(), torch.norm(p.grad).item()
+                local = 1.0
+                if p_norm > 0 and g_norm > 0:
+                    local = group["trust"] * p_norm / (g_norm + group["wd"] * p_norm)
+                update = p.grad.add(p, alpha=group["wd"]).mul_(local)
+                state["momentum_buffer"].mul_(group["momentum"]).add_(update)
+                p.add_(state["momentum_buffer"], alpha=-group["lr"])
+
+
+class AdamWithEma(torch.optim.Adam):
+    """Adam that keeps a moving average of the weights, with a rate from ``math.sqrt``."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3) -> None:
+        super().__init__(params, lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "ema" not in state:
+                    state["ema"] = p.detach().clone()
+                    state["updates"] = 0
+                state["updates"] += 1
+                decay = min(0.999, 1 - 1 / math.sqrt(1 + state["updates"]))
+                state["ema"].lerp_(p.detach(), 1 - decay)
+
+
+class Coupled(torch.optim.Optimizer):
+    """Divides by the norm of all gradients together."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            total = torch.stack([p.grad.norm() for p in params]).norm()
+            for p in params:
+                p.addcdiv_(p.grad, total.expand_as(p), value=-group["lr"])
+
+
+class BakedIn(torch.optim.Optimizer):
+    """Computes with its step count where no tracer can follow."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                p.add_(p.grad, alpha=-group["lr"] / float(str(int(state["step"]))))
