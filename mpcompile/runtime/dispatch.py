@@ -6,7 +6,7 @@ took a reference earlier (a learning-rate scheduler, ``torch.compile(opt.step)``
 
 Private torch API, seen in 2.11 to 2.14: ``Optimizer.profile_hook_step`` and the ``func`` in the
 closure of what it returns; ``torch._dynamo.assume_constant_result``;
-``torch._C._dynamo.eval_frame.get_eval_frame_callback``.
+``torch._C._dynamo.eval_frame`` (``get_eval_frame_callback``), ``torch._dynamo.eval_frame.skip_code``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo import eval_frame
+from torch._dynamo.eval_frame import skip_code
 
 Step = Callable[..., Any]
 Runner = Callable[[torch.optim.Optimizer, Step], Any]
@@ -71,6 +72,12 @@ def is_ours() -> bool:
         return False
     is_tracing = torch._guards.TracingContext.try_get() is not None
     return is_tracing or callable(eval_frame.get_eval_frame_callback())
+
+
+# Where Dynamo leaves a frame to Python, it would compile these two on their own. Unlike a disabled
+# function, a skipped one still sees whether compilation is on.
+skip_code(_runners.__code__)
+skip_code(is_ours.__code__)
 
 
 @torch._dynamo.disable

@@ -7,6 +7,7 @@ Python objects and layouts still hold, reads hyperparameters, takes pointers, an
 from __future__ import annotations
 
 import array
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,11 +156,11 @@ class Prepared:
     def _watch_objects(self) -> None:
         """Remember the objects whose replacement makes this table stale."""
         self._watch = Watch(self.cache_dir)
-        groups = self._optimizer.param_groups
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        self._containers = [groups, state, *(group["params"] for group in groups)]
         self._watch.watch_list(groups)
         for group in groups:
             self._watch.watch_list(group["params"])
-        state = self._optimizer.state
         self._watch.watch_dict(state)
         self._watch.watch_entries([e for e in state.values() if isinstance(e, dict)])
         self._snapshots: list[list[Any]] = []
@@ -190,9 +191,15 @@ class Prepared:
     def _same_constants(self, groups: Sequence[dict[str, Any]]) -> bool:
         return [_constants(group) for group in groups] == self._constants
 
+    def _same_containers(self) -> bool:
+        """Whether the optimizer holds the watched lists and dict; load_state_dict replaces them."""
+        groups = self._optimizer.param_groups
+        now = [groups, self._optimizer.state, *(group["params"] for group in groups)]
+        return len(now) == len(self._containers) and all(map(operator.is_, now, self._containers))
+
     def is_current(self, grads: Sequence[torch.Tensor]) -> bool:
         """Whether the table still describes the optimizer and fits ``grads``; takes pointers."""
-        if not self._watch.holds() or not self._refresh_groups():
+        if not self._same_containers() or not self._watch.holds() or not self._refresh_groups():
             return False
         same, moved = self.locator.locate()
         if not same:

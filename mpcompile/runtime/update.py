@@ -6,8 +6,9 @@ own step, with the reason; nothing else about a step changes.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from mpcompile.runtime.record import UpdateRecord
 from mpcompile.runtime.tracing import StateMissing
 
 MAX_PREPARED = 8
+AMP_NAMES = ("grad_scale", "found_inf")
+"""Attributes through which a ``GradScaler`` tells a fused step to unscale and to skip."""
 _warned: set[str] = set()
 
 
@@ -153,13 +156,24 @@ class OptimizerUpdate:
         try:
             for param, grad in zip(params, treated, strict=True):
                 param.grad = grad
-            with dispatch.suspended(), torch.set_grad_enabled(grad_mode):
+            amp = _without_scaler(self.optimizer)
+            with amp, dispatch.suspended(), torch.set_grad_enabled(grad_mode):
                 self._original_step(self.optimizer)
         finally:
             if not plan.write:
                 for param, grad in zip(params, before, strict=True):
                     param.grad = grad
         return Outcome(fused=False, reason=reason, norm=norm)
+
+
+@contextlib.contextmanager
+def _without_scaler(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Hide what a ``GradScaler`` asked for: it has been done."""
+    asked = {name: vars(optimizer).pop(name) for name in AMP_NAMES if name in vars(optimizer)}
+    try:
+        yield
+    finally:
+        vars(optimizer).update(asked)
 
 
 def _positions_of_none(grads: Sequence[torch.Tensor | None]) -> tuple[int, ...]:

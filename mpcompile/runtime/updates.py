@@ -12,7 +12,7 @@ import torch
 from mpcompile.runtime import ops
 from mpcompile.runtime.grads import GradPlan
 from mpcompile.runtime.record import UpdateRecord
-from mpcompile.runtime.update import OptimizerUpdate
+from mpcompile.runtime.update import AMP_NAMES, OptimizerUpdate
 
 _ATTRIBUTE = "_mpcompile_updates"
 
@@ -58,8 +58,7 @@ class Updates:
 
 def amp_plan(optimizer: torch.optim.Optimizer) -> GradPlan:
     """Return what a ``GradScaler`` asked of ``optimizer``: unscale, skip, leave true gradients."""
-    scale = getattr(optimizer, "grad_scale", None)
-    found_inf = getattr(optimizer, "found_inf", None)
+    scale, found_inf = (getattr(optimizer, name, None) for name in AMP_NAMES)
     if scale is None and found_inf is None:
         return GradPlan()
     factor = 1.0 if scale is None else 1.0 / float(scale)

@@ -1,0 +1,150 @@
+"""Unscaling, clipping and skipping inside the update."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from mpcompile.runtime import dispatch
+from mpcompile.runtime.grads import ClipNorm, ClipValue, GradPlan
+from mpcompile.runtime.update import OptimizerUpdate
+from mpcompile.runtime.updates import Updates
+from tests.runtime.updating import parameters, relative_difference, set_grads
+
+
+def _run(plan: GradPlan, eager_clip: Any, steps: int = 4, scale: float = 1.0) -> tuple[Any, Any]:
+    """Return (eager, fused) parameters after steps with ``eager_clip`` and with ``plan``."""
+    lists = [parameters(), parameters()]
+    pair = [torch.optim.AdamW(params, lr=0.01) for params in lists]
+    update = OptimizerUpdate(pair[1])
+    for step in range(steps):
+        set_grads(step, *lists)
+        for param in lists[1]:
+            param.grad.mul_(scale)  # type: ignore[union-attr]  # just set
+        norm = eager_clip(lists[0])
+        pair[0].step()
+        outcome = update.run(plan=plan)
+        if norm is not None:
+            assert outcome.norm is not None
+            # Eager adds up in f32: its own error grows with the number of elements.
+            torch.testing.assert_close(outcome.norm, norm, rtol=1e-5, atol=0.0)
+        if plan.write:
+            for a, b in zip(*lists, strict=True):
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-30)
+    return lists[0], lists[1]
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("order", [2.0, 1.0, math.inf, 3.0])
+@pytest.mark.parametrize("bound", [0.5, 1e6])
+def test_clip_by_norm(order: float, bound: float, write: bool) -> None:
+    plan = GradPlan(clips=(ClipNorm(bound, order),), write=write)
+    pair = _run(plan, lambda ps: torch.nn.utils.clip_grad_norm_(ps, bound, order))
+    assert relative_difference(*pair) <= 1e-6
+
+
+def test_clip_by_value_then_norm_of_unscaled_gradients() -> None:
+    def clip(params: Any) -> torch.Tensor:
+        torch.nn.utils.clip_grad_value_(params, 0.7)
+        return torch.nn.utils.clip_grad_norm_(params, 2.0)
+
+    plan = GradPlan(factor=1 / 1024, clips=(ClipValue(0.7), ClipNorm(2.0)), write=True)
+    assert relative_difference(*_run(plan, clip, scale=1024.0)) <= 1e-6
+
+
+def test_unwritten_gradients_stay_as_they_were() -> None:
+    params = parameters()
+    update = OptimizerUpdate(torch.optim.AdamW(params))
+    for step in range(3):
+        set_grads(step, params)
+        before = [param.grad.clone() for param in params]  # type: ignore[union-attr]  # just set
+        update.run(plan=GradPlan(clips=(ClipNorm(0.1),)))
+        for param, grad in zip(params, before, strict=True):
+            assert torch.equal(param.grad, grad)  # type: ignore[arg-type]  # just set
+
+
+@pytest.mark.parametrize("value", [1e30, 3e38])
+def test_norm_of_huge_gradients_does_not_overflow(value: float) -> None:
+    params = parameters(((1000,), (7, 3)))
+    update = OptimizerUpdate(torch.optim.SGD(params, lr=0.1))
+    for param in params:
+        param.grad = torch.full_like(param, value)
+    outcome = update.run(plan=GradPlan(clips=(ClipNorm(1.0),)))
+    expected = value * math.sqrt(1021)
+    assert outcome.norm is not None
+    if expected < 3.4e38:
+        assert outcome.norm.item() == pytest.approx(expected, rel=1e-6)
+    assert all(param.isfinite().all() for param in params)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_gradients_do_what_they_do_in_eager(bad: float) -> None:
+    lists = [parameters(), parameters()]
+    pair = [torch.optim.AdamW(params, lr=0.01) for params in lists]
+    update = OptimizerUpdate(pair[1])
+    for step in range(3):
+        set_grads(step, *lists)
+        if step == 2:
+            for params in lists:
+                params[1].grad[3] = bad  # type: ignore[index]  # just set
+        torch.nn.utils.clip_grad_norm_(lists[0], 1.0)
+        pair[0].step()
+        update.run(plan=GradPlan(clips=(ClipNorm(1.0),)))
+    for a, b in zip(*lists, strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+    assert relative_difference(
+        [a.nan_to_num() for a in lists[0]], [b.nan_to_num() for b in lists[1]]
+    ) <= 1e-6
+
+
+def test_skip_leaves_everything() -> None:
+    params = parameters()
+    optimizer = torch.optim.AdamW(params)
+    update = OptimizerUpdate(optimizer)
+    for step in range(2):
+        set_grads(step, params)
+        update.run()
+    before = [p.detach().clone() for p in params]
+    outcome = update.run(plan=GradPlan(skip=torch.ones(())))
+    assert outcome.skipped
+    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
+    assert all(optimizer.state[p]["step"] == 2 for p in params)
+
+
+def test_eager_fallback_treats_gradients_the_same_way() -> None:
+    plan = GradPlan(factor=0.5, clips=(ClipNorm(0.5),), write=True)
+
+    def clip(params: Any) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(params, 0.5)
+
+    lists = _run(plan, clip, steps=1, scale=2.0)  # the first step is the optimizer's own
+    assert relative_difference(*lists) <= 1e-6
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler_drives_the_update(fused: bool) -> None:
+    updates, lists = Updates(), [parameters(), parameters()]
+    pair = [torch.optim.AdamW(params, lr=0.01, fused=fused) for params in lists]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in pair]
+    for scaler in scalers:
+        scaler.scale(torch.ones(()))
+    compiled = torch.compile(lambda: scalers[1].step(pair[1]), backend="eager")
+    for step in range(6):
+        set_grads(step, *lists)
+        for params in lists:
+            for param in params:
+                param.grad.mul_(scalers[0].get_scale())  # type: ignore[union-attr]  # just set
+            if step == 3:
+                params[0].grad[0] = torch.inf  # type: ignore[index]  # just set
+        scalers[0].step(pair[0])
+        with dispatch.running(updates.run):
+            compiled()
+        for scaler in scalers:
+            scaler.update()
+    (record,) = updates.records()
+    assert record.kernels
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert relative_difference(*lists) <= 1e-6

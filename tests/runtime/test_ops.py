@@ -1,0 +1,59 @@
+"""The op that stands for an update in a graph, and its handle."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from mpcompile.errors import CaptureError
+from mpcompile.runtime import ops
+from mpcompile.runtime.updates import Updates
+from tests.runtime.updating import parameters, relative_difference, set_grads
+
+
+def test_op_updates_from_given_gradients() -> None:
+    lists = [parameters(), parameters()]
+    pair = [torch.optim.AdamW(params) for params in lists]
+    updates = Updates()
+    handle = updates.of(pair[1]).handle
+    for step in range(3):
+        set_grads(step, *lists)
+        pair[0].step()
+        grads = [param.grad for param in lists[1]]
+        for param in lists[1]:
+            param.grad = None
+        if step < 2:
+            torch.ops.mpcompile.update(handle, grads)
+        else:
+            for param, grad in zip(lists[1], grads, strict=True):
+                param.grad = grad
+            torch.ops.mpcompile.update(handle, [])
+    assert relative_difference(*lists) <= 1e-6
+
+
+def test_handle_is_a_hash_of_content() -> None:
+    def handle(cls: Any = torch.optim.AdamW, shape: tuple[int, ...] = (3,), **options: Any) -> str:
+        return ops.content_hash(cls([torch.nn.Parameter(torch.zeros(shape))], **options))
+
+    assert handle() == handle(lr=0.5, weight_decay=0.0)
+    others = [handle(torch.optim.Adam), handle(shape=(4,)), handle(amsgrad=True)]
+    assert len({handle(), *others}) == 4
+
+
+def test_equal_optimizers_have_handles_of_their_own() -> None:
+    updates = Updates()
+    pair = [torch.optim.SGD(parameters(), lr=0.1) for _ in range(2)]
+    assert updates.of(pair[0]).handle != updates.of(pair[1]).handle
+
+
+def test_handle_of_a_freed_optimizer_is_refused() -> None:
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    updates = Updates()
+    handle = updates.of(optimizer).handle
+    del optimizer
+    gc.collect()
+    with pytest.raises(CaptureError, match="no optimizer has the handle"):
+        torch.ops.mpcompile.update(handle, [])
