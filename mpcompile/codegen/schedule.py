@@ -143,9 +143,21 @@ def count_bytes(case: Case) -> tuple[int, int]:
     reads = writes = 0
     for phase in build_schedule(case).phases:
         roots = [r.operand for r in phase.reductions] + [store.value for store in phase.stores]
-        reads += sum(BYTES[e.dtype] for e in postorder(roots) if isinstance(e, Load))
+        reads += sum(BYTES[e.dtype] for e in _loads(roots, set(phase.uniforms)))
         writes += sum(BYTES[store.value.dtype] for store in phase.stores)
     return reads, writes
+
+
+def _loads(roots: Iterable[Expr], known: set[Expr]) -> set[Load]:
+    """Return the loads under ``roots`` that are not below a value in ``known``."""
+    seen: set[Expr] = set(known)
+    stack = [root for root in roots if root not in known]
+    while stack:
+        expr = stack.pop()
+        if expr not in seen:
+            seen.add(expr)
+            stack.extend(expr.args)
+    return {expr for expr in seen - known if isinstance(expr, Load)}
 
 
 def leaves(case: Case) -> list[Expr]:
