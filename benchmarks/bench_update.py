@@ -134,7 +134,7 @@ def yardstick_row(shapes: Sequence[tuple[int, ...]]) -> Row:
                 tensors = (param, state["exp_avg"], state["exp_avg_sq"], param.grad, copies[param])
                 names = ("param", "mean", "square", "grad", "copy")
                 for name, tensor in zip(names, tensors, strict=True):
-                    setattr(entry, name, tensor.data_ptr())  # type: ignore[union-attr]  # has grad
+                    setattr(entry, name, tensor.data_ptr())
                 entry.size = param.numel()
         shape = (table, ctypes.c_void_p(pieces.data_ptr()), ctypes.c_int64(len(pieces)))
         threads = torch.get_num_threads()
@@ -238,7 +238,9 @@ def main() -> None:
     if args.first_call_of:
         print(f"{first_call(args.first_call_of, args.cache):.2f}")
         return
-    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, ", end="")
+    print(
+        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, ", end=""
+    )
     print(f"torch {torch.__version__}")
     if args.first_call:
         print_first_calls()

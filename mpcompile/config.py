@@ -8,8 +8,10 @@ setting that does nothing is the hardest mistake to find.
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -296,6 +298,17 @@ _PLANNED_OPTIONS = {
     "error_feedback": ("off, on", "Carry what the wire dtype rounds off to the next step."),
     "check_sync": ("first-step, off, number of steps", "When ranks compare their weights."),
 }
+
+
+def default_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Return where built kernels are kept if ``cache_dir`` is not set.
+
+    That is a folder of the user's below ``XDG_CACHE_HOME``, or else in the temporary folder.
+    """
+    base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME")
+    if base:
+        return Path(base) / "mpcompile"
+    return Path(tempfile.gettempdir()) / f"mpcompile-{getpass.getuser()}"
 
 
 def is_disabled(environ: Mapping[str, str] | None = None) -> bool:

@@ -17,6 +17,9 @@ from mpcompile.pass_base import GraphPass, PassContext, Stage
 from mpcompile.runtime import ops
 
 
+_UPDATE_OPS = (torch.ops.mpcompile.update.default, torch.ops.mpcompile.update_clipped.default)
+
+
 @dataclass(frozen=True)
 class FuseUpdates(GraphPass):
     """Check that each ``mpcompile::update`` has an optimizer behind its handle.
@@ -38,9 +41,9 @@ class FuseUpdates(GraphPass):
             PassError: an update op belongs to no optimizer of this process.
         """
         count = 0
-        for node in gm.graph.find_nodes(
-            op="call_function", target=torch.ops.mpcompile.update.default
-        ):
+        for node in gm.graph.nodes:
+            if node.target not in _UPDATE_OPS:
+                continue
             try:
                 ops.find(str(node.args[0]))
             except CaptureError as error:

@@ -313,7 +313,7 @@ def test_cache_key_follows_what_changes_graphs(change: dict[str, object]) -> Non
     "change",
     [
         {"enable": "fold-casts"},
-        {"disable": "fuse-updates"},
+        {"cache_dir": "c"},
         {"verify_graph": True},
         {"max_recompiles": 3},
         {"report_dir": "c"},

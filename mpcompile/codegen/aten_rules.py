@@ -48,7 +48,7 @@ def rsqrt(x: Expr) -> Expr:
 
 
 def power(x: Expr, exponent: Expr) -> Expr:
-    """x ** exponent, with the special cases that ATen has for literal exponents."""
+    """X ** exponent, with the special cases that ATen has for literal exponents."""
     if isinstance(exponent, Constant):
         special: dict[float, Callable[[], Expr]] = {
             0.5: lambda: sqrt(x),
@@ -69,17 +69,17 @@ def _is_one(x: Expr) -> bool:
 
 
 def add_scaled(a: Expr, b: Expr, alpha: Expr) -> Expr:
-    """a + alpha * b, rounded once."""
+    """A + alpha * b, rounded once."""
     return add(a, b) if _is_one(alpha) else fma(b, alpha, a)
 
 
 def sub_scaled(a: Expr, b: Expr, alpha: Expr) -> Expr:
-    """a - alpha * b, rounded once."""
+    """A - alpha * b, rounded once."""
     return sub(a, b) if _is_one(alpha) else fma(b, negate(alpha), a)
 
 
 def lerp(start: Expr, end: Expr, weight: Expr) -> Expr:
-    """start + weight * (end - start), from whichever end is nearer."""
+    """Start + weight * (end - start), from whichever end is nearer."""
     delta = sub(end, start)
     near = apply("lt", _op("abs")(weight), constant(0.5, weight.dtype), dtype="bool")
     coefficient = select(near, weight, sub(weight, _one(weight)))
@@ -87,12 +87,12 @@ def lerp(start: Expr, end: Expr, weight: Expr) -> Expr:
 
 
 def addcmul(x: Expr, a: Expr, b: Expr, value: Expr) -> Expr:
-    """x + value * a * b, the last product and the sum rounded once."""
+    """X + value * a * b, the last product and the sum rounded once."""
     return fma(a if _is_one(value) else mul(value, a), b, x)
 
 
 def addcdiv(x: Expr, a: Expr, b: Expr, value: Expr) -> Expr:
-    """x + value * a / b."""
+    """X + value * a / b."""
     return add(x, div(a if _is_one(value) else mul(value, a), b))
 
 
@@ -205,7 +205,7 @@ NUMBERS: dict[object, str] = {
     torch.sym_float: "float",
     torch.sym_int: "int",
     torch.sym_ite: "where",
-    torch._sym_sqrt: "sqrt",
+    torch._sym_sqrt: "sqrt",  # type: ignore[attr-defined]  # set by a loop in torch
 }
 """Arithmetic on Python numbers, by what ``make_fx`` writes for it."""
 

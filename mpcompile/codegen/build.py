@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import getpass
 import hashlib
 import os
 import platform
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpcompile.codegen.host_compiler import HostCompiler, find_host_compiler
+from mpcompile.config import default_cache_dir
 from mpcompile.errors import CodegenError
 
 COMPILE_TIMEOUT_S = 300
@@ -33,14 +33,6 @@ class Built:
     library: ctypes.CDLL
     path: Path
     cached: bool
-
-
-def default_cache_dir() -> Path:
-    """Return the folder for built kernels: below ``XDG_CACHE_HOME``, or in the temporary one."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    if base:
-        return Path(base) / "mpcompile"
-    return Path(tempfile.gettempdir()) / f"mpcompile-{getpass.getuser()}"
 
 
 def private_dir(path: Path) -> Path:
@@ -138,6 +130,6 @@ def _compile(source: str, compiler: HostCompiler, scratch: Path) -> Path:
     if done.returncode != 0:
         raise CodegenError(
             f"kernel: {compiler.path} failed with status {done.returncode}:\n"
-            f"{done.stderr[-2000:]}\nThis is a bug of mpcompile unless CXX or its flags are unusual."
+            f"{done.stderr[-2000:]}\nThat is a bug of mpcompile unless CXX is an unusual compiler."
         )
     return library

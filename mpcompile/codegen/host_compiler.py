@@ -7,7 +7,6 @@ Importing it costs a fraction of a second, so it happens at the first build.
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import subprocess
 import sys
@@ -39,21 +38,20 @@ class HostCompiler:
 
 
 def find_host_compiler() -> HostCompiler:
-    """Return the compiler that ``CXX`` or torch names.
+    """Return the compiler that torch would use: ``CXX``, or what it finds.
 
     Raises:
         CodegenError: none is installed.
     """
-    return _probe(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+    return _probe(_torch_choice())
 
 
 @functools.cache
-def _probe(cxx: str, path: str) -> HostCompiler:
-    name = cxx or _torch_choice()
-    found = shutil.which(name.split()[0], path=path) if name else None
+def _probe(name: str) -> HostCompiler:
+    found = shutil.which(name.split()[0]) if name else None
     if found is None:
         raise CodegenError(
-            f"kernel: no C++ compiler was found (looked for {name or 'g++ and clang++'!r}). "
+            f"kernel: no C++ compiler was found (torch looked for {name or 'the usual ones'}). "
             "Install one or set CXX; until then updates run as eager PyTorch."
         )
     try:
@@ -66,9 +64,9 @@ def _probe(cxx: str, path: str) -> HostCompiler:
 
 
 def _torch_choice() -> str:
-    """Return the compiler torch would use, or the first usual name that is installed."""
-    from torch._inductor import exc  # noqa: PLC0415 - slow import
-    from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
+    """Return the compiler torch would use, or nothing if it finds none."""
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
         return get_cpp_compiler()

@@ -34,8 +34,9 @@ class Case:
     """The update of one kind of tensor.
 
     ``stores`` write its buffers. ``sums`` are reductions wanted for themselves; the caller finds
-    number ``k`` among the sums of the row. ``temps`` maps a buffer to the phase after which outside code fills it;
-    stores to a buffer in ``early`` happen as soon as their value is known, the others last.
+    number ``k`` among the sums of the row. ``temps`` maps a buffer to the phase after which outside
+    code fills it; stores to a buffer in ``early`` happen as soon as their value is known, the
+    others last.
     """
 
     stores: tuple[Store, ...] = ()
@@ -164,5 +165,3 @@ def leaves(case: Case) -> list[Expr]:
     """Return the ``Load`` and ``Scalar`` leaves of ``case``."""
     roots = [store.value for store in case.stores] + list(case.sums)
     return [e for e in postorder(roots) if isinstance(e, (Load, Scalar))]
-
-

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpcompile.codegen.expr import Expr, Load, Scalar, load, postorder, scalar, select, substitute
-from mpcompile.codegen.extract import Call, Extracted, Extractor, Value
+from mpcompile.codegen.extract import Extractor
+from mpcompile.codegen.values import Call, Extracted, Value
 from mpcompile.errors import CodegenError
 from mpcompile.runtime.tracing import StepTrace
 
@@ -119,12 +120,14 @@ def analyze(trace: Tracer) -> Analysis:
 
     results = explore((), 0)
     if calls and len(shapes) > 1:
-        raise CodegenError("fuse-updates: the step branches on state around whole-tensor operations.")
+        raise CodegenError(
+            "fuse-updates: the step branches on state around whole-tensor operations."
+        )
     return Analysis(results, tuple(guards.values()), tuple(calls), any(shapes))
 
 
 def _trace_path(trace: Tracer, forced: tuple[bool, ...]) -> _Path:
-    """Trace until every representative takes the same path; each attempt settles one more branch."""
+    """Trace until every representative takes the same path; each try settles one branch."""
     for _ in range(4 * MAX_PATHS):
         step = trace(forced)
         found = Extractor(step.leaves, step.shapes).run(step.gm)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpcompile.codegen.extract import DTYPE_NAMES, Value
+from mpcompile.codegen.values import DTYPE_NAMES, Value
 from mpcompile.runtime.cases import PlannedCall, PlannedCase
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class CallRunner:
             result = call.target(*args, **kwargs)
         like = self._prepared.layouts[row]
         if result.shape == like.shape and result.stride() != like.stride():
-            result = torch.empty_strided(like.shape, like.stride(), dtype=result.dtype).copy_(result)
+            result = torch.empty_strided(like.shape, like.stride(), dtype=result.dtype).copy_(
+                result
+            )
         mine[call.result] = result
         self._point(row, call.result, result)

@@ -25,8 +25,8 @@ from mpcompile.codegen.expr import (
     substitute,
     uniform_set,
 )
-from mpcompile.codegen.extract import NUM_ELEMENTS, Call, Value, compute_dtype
 from mpcompile.codegen.schedule import Case, Kernel
+from mpcompile.codegen.values import NUM_ELEMENTS, Call, Value, compute_dtype
 from mpcompile.errors import CodegenError
 from mpcompile.runtime.analysis import Analysis
 from mpcompile.runtime.structure import ParamStructure
@@ -124,7 +124,9 @@ def plan_case(analysis: Analysis, structure: ParamStructure, around: Surrounding
 
 def _number_leaves(structure: ParamStructure) -> dict[Expr, Expr]:
     """Return the Python numbers of a tensor, mapped to leaves that say so in their names."""
-    names = {f"state.{entry.key}": entry.dtype for entry in structure.state if entry.kind == "number"}
+    names = {
+        f"state.{entry.key}": entry.dtype for entry in structure.state if entry.kind == "number"
+    }
     names[NUM_ELEMENTS] = "i64"
     return {scalar(n, str(d)): scalar(f"number.{n}", str(d)) for n, d in names.items()}
 
@@ -198,8 +200,7 @@ def build_kernel(name: str, cases: Sequence[Case]) -> Kernel:
     for case in cases:
         names = [store.buffer for store in case.stores]
         for item in postorder([store.value for store in case.stores] + list(case.sums)):
-            if isinstance(item, (Load, Scalar)):
-                names.append(item.buffer if isinstance(item, Load) else item.name)
+            names += [_leaf_name(item)] if isinstance(item, (Load, Scalar)) else []
         for leaf in names:
             prefix = leaf.partition(".")[0]
             place = prefix if prefix in ("number", "group", "input") else ""

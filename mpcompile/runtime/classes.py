@@ -68,9 +68,7 @@ class Classes:
         samples: dict[tuple[ParamStructure, int], list[Member]] = {}
         for member, structure in zip(members, structures, strict=True):
             samples.setdefault((structure, member.group), []).append(member)
-        found = {
-            key: self._find(key[0], sample, values[key[1]]) for key, sample in samples.items()
-        }
+        found = {key: self._find(key[0], sample, values[key[1]]) for key, sample in samples.items()}
         out = []
         for member, structure in zip(members, structures, strict=True):
             analysis = found[structure, member.group]

@@ -6,7 +6,7 @@ took a reference earlier (a learning-rate scheduler, ``torch.compile(opt.step)``
 
 Private torch API, seen in 2.11 to 2.14: ``Optimizer.profile_hook_step`` and the ``func`` in the
 closure of what it returns; ``torch._dynamo.assume_constant_result``;
-``torch._C._dynamo.eval_frame`` (``get_eval_frame_callback``), ``torch._dynamo.eval_frame.skip_code``.
+``torch._C._dynamo.eval_frame.get_eval_frame_callback``; ``torch._dynamo.eval_frame.skip_code``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def suspended() -> Iterator[None]:
         stack.pop()
 
 
-@torch._dynamo.assume_constant_result
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
 def is_ours() -> bool:
     """Whether a step that starts now is part of a step of ours.
 
@@ -80,7 +80,7 @@ skip_code(_runners.__code__)
 skip_code(is_ours.__code__)
 
 
-@torch._dynamo.disable
+@torch._dynamo.disable  # type: ignore[untyped-decorator]  # torch's
 def _run(optimizer: torch.optim.Optimizer, original: Step) -> Any:
     stack = _runners()
     runner = stack[-1] if stack else None
@@ -105,11 +105,10 @@ def dispatching(original: Step) -> Step:
 def install() -> None:
     """Put dispatchers into all optimizer classes, those to come included; once."""
     global _installed
-    if _installed:
-        return
     with _install_lock:
         if _installed:
             return
+        _installed = True
         wrap_step = torch.optim.Optimizer.profile_hook_step
 
         def profile_hook_step(func: Step) -> Step:
@@ -122,11 +121,11 @@ def install() -> None:
             step = vars(cls).get("step")
             if getattr(step, "hooked", False):
                 _enter(step)
-        _installed = True
 
 
-def _subclasses(cls: type) -> Iterator[type]:
-    for subclass in cls.__subclasses__():
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    direct: list[type[Any]] = cls.__subclasses__()
+    for subclass in direct:
         yield subclass
         yield from _subclasses(subclass)
 

@@ -11,6 +11,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,7 +60,8 @@ int64_t dict_is(void* dict, void* const* items, int64_t count) {
   void *key, *value;
   int64_t n = 0;
   for (; PyDict_Next(dict, &at, &key, &value); n++)
-    if (n >= count || items[2 * n] != key || (items[2 * n + 1] && items[2 * n + 1] != value)) return 0;
+    if (n >= count || items[2 * n] != key || (items[2 * n + 1] && items[2 * n + 1] != value))
+      return 0;
   return n == count;
 }
 
@@ -76,15 +78,17 @@ int64_t dicts_are(void* list, const int64_t* widths, void* const* items) {
 static bool looks(const Readers& read, void* tensor, const Layout& want, const int64_t* strides) {
   int32_t dtype;
   int64_t dim, numel, *stride;
-  if (read.dtype(tensor, &dtype) || read.dim(tensor, &dim) || read.numel(tensor, &numel)) return false;
+  if (read.dtype(tensor, &dtype) || read.dim(tensor, &dim)) return false;
+  if (read.numel(tensor, &numel)) return false;
   if (dtype != want.dtype || dim != want.dim || numel != want.numel) return false;
   if (read.strides(tensor, &stride)) return false;
   for (int64_t d = 0; d < dim; d++) if (stride[d] != strides[want.first_stride + d]) return false;
   return true;
 }
 
-// A tensor is three objects (handle, implementation, storage), each a cache miss. Ask for them ahead;
-// that the first word of a handle and the third of an implementation are addresses only saves time.
+// A tensor is three objects (handle, implementation, storage), each a cache miss. Ask for them
+// ahead; that the first word of a handle and the third of an implementation are addresses only
+// saves time.
 static void ask_ahead(void* const* tensors, int64_t i, int64_t count) {
   if (i + 64 < count) {
     const char* far = *(const char* const*)tensors[i + 64];
@@ -98,7 +102,7 @@ int64_t locate(const Readers* read, int64_t count, void* const* tensors, const L
                const int64_t* strides, const int64_t* places, void** pointers, int64_t* moved,
                int64_t threads) {
   int64_t changed = 0, elsewhere = 0;
-  #pragma omp parallel for schedule(static) num_threads(int(threads)) reduction(+ : changed, elsewhere)
+  #pragma omp parallel for num_threads(int(threads)) reduction(+ : changed, elsewhere)
   for (int64_t i = 0; i < count; i++) {
     ask_ahead(tensors, i, count);
     void* data = nullptr;
@@ -112,8 +116,8 @@ int64_t locate(const Readers* read, int64_t count, void* const* tensors, const L
 }
 
 // The same for a list of capsules, which are used up.
-int64_t locate_once(const Readers* read, void* capsules, const Layout* layouts, const int64_t* strides,
-                    const int64_t* places, void** pointers, void** again) {
+int64_t locate_once(const Readers* read, void* capsules, const Layout* layouts,
+                    const int64_t* strides, const int64_t* places, void** pointers, void** again) {
   int64_t changed = 0;
   const int64_t count = PyList_Size(capsules);
   for (int64_t i = 0; i < count; i++) {
@@ -135,7 +139,9 @@ def _torch_library() -> ctypes.CDLL:
     folder = Path(torch.__file__).parent / "lib"
     for path in (*folder.glob("libtorch_cpu.*"), *folder.glob("torch_cpu.dll")):
         return ctypes.CDLL(str(path))
-    raise CodegenError(f"fuse-updates: {folder} holds no libtorch_cpu; torch is built in another way.")
+    raise CodegenError(
+        f"fuse-updates: {folder} holds no libtorch_cpu; torch is built in another way."
+    )
 
 
 @functools.cache
@@ -164,9 +170,9 @@ def native(cache_dir: Path | None) -> ctypes.PyDLL:
     return library
 
 
-def open_capsules(tensors: Sequence[torch.Tensor]) -> list[object]:
+def open_capsules(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Return a new handle of each tensor, in a capsule; ``locate_once`` frees them."""
-    capsules: list[object] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+    capsules: list[Any] = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
     return capsules
 
 

@@ -12,7 +12,7 @@ import torch
 
 from mpcompile.codegen.build import build_library
 from mpcompile.codegen.cpp import emit_cpp, measure
-from mpcompile.codegen.extract import DTYPE_NAMES
+from mpcompile.codegen.values import DTYPE_NAMES
 from mpcompile.runtime.cases import build_kernel, norm_case, step_input
 from mpcompile.runtime.grads import root
 from mpcompile.runtime.table import Rows
@@ -54,7 +54,9 @@ class NormKernels:
         rows.pointers[:] = prepared.grad_pointers()
         rows.run(table.function, (0, 1), (0, rows.count))
         sums = rows.sums[0 : rows.count * rows.widths.sums : rows.widths.sums]
-        total = max(sums, key=lambda x: (math.isnan(x), x)) if order == math.inf else math.fsum(sums)
+        total = (
+            max(sums, key=lambda x: (math.isnan(x), x)) if order == math.inf else math.fsum(sums)
+        )
         return root(total, order)
 
     def _table(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpcompile.errors import CaptureError
+from mpcompile.runtime.grads import ClipNorm, ClipValue, GradPlan
 from mpcompile.runtime.structure import SINGLE_TENSOR
 from mpcompile.runtime.tracing import step_code
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 _LIBRARY = torch.library.Library("mpcompile", "FRAGMENT")
 _LIBRARY.define("update(str handle, Tensor?[] grads) -> ()")
+_LIBRARY.define(
+    "update_clipped(str handle, Tensor?[] grads, str[] kinds, float[] bounds, float[] orders, "
+    "bool write) -> Tensor"
+)
 _updates: weakref.WeakValueDictionary[str, OptimizerUpdate] = weakref.WeakValueDictionary()
 
 
@@ -78,5 +83,35 @@ def _update(handle: str, grads: Sequence[torch.Tensor | None]) -> None:
     find(handle).run(list(grads) or None)
 
 
+def _update_clipped(
+    handle: str,
+    grads: Sequence[torch.Tensor | None],
+    kinds: Sequence[str],
+    bounds: Sequence[float],
+    orders: Sequence[float],
+    write: bool,
+) -> torch.Tensor:
+    """Clip inside the update; return the last norm, or zero if none was taken.
+
+    Args:
+        handle: whose update.
+        grads: as for ``update``.
+        kinds: what to do in order, ``norm`` or ``value``.
+        bounds: the largest norm or magnitude of each.
+        orders: the order of each norm.
+        write: leave the clipped gradients in ``grads``, because the user sees them.
+    """
+    clips = tuple(
+        ClipNorm(bound, order) if kind == "norm" else ClipValue(bound)
+        for kind, bound, order in zip(kinds, bounds, orders, strict=True)
+    )
+    outcome = find(handle).run(list(grads) or None, GradPlan(clips=clips, write=write))
+    return torch.zeros(()) if outcome.norm is None else outcome.norm
+
+
 _LIBRARY.impl("update", _update, "CompositeExplicitAutograd")
+_LIBRARY.impl("update_clipped", _update_clipped, "CompositeExplicitAutograd")
 torch.library.register_fake("mpcompile::update", lambda handle, grads: None, lib=_LIBRARY)
+torch.library.register_fake(
+    "mpcompile::update_clipped", lambda *args: torch.empty(()), lib=_LIBRARY
+)

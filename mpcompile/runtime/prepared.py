@@ -18,8 +18,8 @@ import torch
 from mpcompile.codegen.build import build_library
 from mpcompile.codegen.cpp import emit_cpp, measure
 from mpcompile.codegen.expr import Load, Scalar
-from mpcompile.codegen.extract import DTYPE_NAMES, NUM_ELEMENTS
 from mpcompile.codegen.schedule import count_bytes, count_phases, leaves
+from mpcompile.codegen.values import DTYPE_NAMES, NUM_ELEMENTS
 from mpcompile.errors import CodegenError
 from mpcompile.runtime.analysis import Analysis, guards_hold
 from mpcompile.runtime.calls import CallRunner
@@ -65,9 +65,7 @@ class Prepared:
         self._optimizer, self.members, self.cache_dir = optimizer, list(members), cache_dir
         _check_supported(members, grads)
         sorted_members = classes.sort(members)
-        self._analyses = [
-            (m.group, a) for m, (_, a) in zip(members, sorted_members, strict=True)
-        ]
+        self._analyses = [(m.group, a) for m, (_, a) in zip(members, sorted_members, strict=True)]
         self._guarded = list(dict.fromkeys((g, id(a)) for g, a in self._analyses))
         planned = _plan(members, grads, sorted_members, treatment, copies)
         self.cases = list(dict.fromkeys(planned))

@@ -85,7 +85,9 @@ def describe_group(group: Mapping[str, Any]) -> GroupStructure:
     for path, value in flat_items(group):
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
-                raise CodegenError(f"fuse-updates: group entry {path!r} is a tensor of many values.")
+                raise CodegenError(
+                    f"fuse-updates: group entry {path!r} is a tensor of many values."
+                )
             tensors.append((path, value.dtype))
         elif _is_number(value):
             numbers.append((path, number_dtype(value)))

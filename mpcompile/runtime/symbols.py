@@ -96,13 +96,11 @@ class ItemMode(TorchDispatchMode):
     """
 
     def __init__(self, env: ScalarEnv, values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
         self.env = env
         self.known = {id(fake): (fake, value) for fake, value in values}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``; hint its result if it reads a number, follow it if it is 0-dim."""
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -137,4 +135,3 @@ class ItemMode(TorchDispatchMode):
 def fake_mode(env: ScalarEnv) -> FakeTensorMode:
     """Return the mode in which the fake tensors of one trace live."""
     return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-

@@ -193,7 +193,9 @@ class Locator:
         self._handles, self._layouts = Handles(fixed.tensors), Layouts(fixed.tensors)
         self._places = array.array("q", [*fixed.places, 0])
         self._grad_layouts = Layouts(grads)
-        self._grad_places = array.array("q", [rows.place(r, "grad") for r in range(rows.count)] + [0])
+        self._grad_places = array.array(
+            "q", [rows.place(r, "grad") for r in range(rows.count)] + [0]
+        )
         self.grad_pointers = zeros("Q", rows.count)
         self._moved = ctypes.c_int64()
 

@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from mpcompile.codegen.extract import Leaf
+from mpcompile.codegen.values import Leaf
 from mpcompile.errors import CodegenError
 from mpcompile.runtime import dispatch
 from mpcompile.runtime.structure import (
@@ -68,7 +68,8 @@ def step_code(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     step: Any = type(optimizer).step
     while hasattr(step, "__wrapped__"):
         step = step.__wrapped__
-    return step
+    code: Callable[..., Any] = step
+    return code
 
 
 class _WatchMode(TorchFunctionMode):
@@ -76,7 +77,7 @@ class _WatchMode(TorchFunctionMode):
 
     SHAPE_READS = frozenset(
         {
-            torch.Tensor.shape.__get__,
+            torch.Tensor.shape.__get__,  # type: ignore[attr-defined]  # a property of the class
             torch.Tensor.size,
             torch.Tensor.numel,
             torch.Tensor.nelement,
@@ -95,7 +96,8 @@ class _WatchMode(TorchFunctionMode):
         self.reads_shape |= func in self.SHAPE_READS
         if func in (torch.as_tensor, torch.tensor) and isinstance(args[0], SYMBOLS):
             dtype = torch.get_default_dtype() if isinstance(args[0], torch.SymFloat) else None
-            return torch.full((), args[0], dtype=kwargs.get("dtype") or dtype)
+            fill: Any = args[0]
+            return torch.full((), fill, dtype=kwargs.get("dtype") or dtype)
         if func is torch.Tensor.square_:  # functionalize has no rule for it (2.11 to 2.14)
             return args[0].copy_(args[0] * args[0])
         return func(*args, **kwargs)
@@ -209,7 +211,10 @@ class _Slots:
 
 
 def _add_inputs(
-    inputs: _Inputs, group: dict[str, Any], structure: GroupStructure, reps: Sequence[Representative]
+    inputs: _Inputs,
+    group: dict[str, Any],
+    structure: GroupStructure,
+    reps: Sequence[Representative],
 ) -> _Slots:
     values = dict(flat_items(group))
     shared = {p: inputs.number(f"group.{p}", -1, values[p]) for p, _ in structure.numbers}
@@ -325,7 +330,7 @@ def _run_step(
     *flat: Any,
 ) -> list[Any]:
     """Run the step on a copy of the optimizer that holds ``flat``; return what it left."""
-    copy = object.__new__(type(optimizer))
+    copy: Any = object.__new__(type(optimizer))
     copy.__dict__.update(optimizer.__dict__)
     copy.grad_scale = copy.found_inf = None
     shared = substitute_group(group, {path: flat[at] for path, at in slots.group.items()})

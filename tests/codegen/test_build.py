@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
 import warnings
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpcompile.codegen import build
+from mpcompile.codegen import build, host_compiler
 from mpcompile.codegen.build import build_library, private_dir
 from mpcompile.codegen.host_compiler import find_host_compiler
 from mpcompile.errors import CodegenError
@@ -45,7 +46,7 @@ def test_key_depends_on_compiler_flags_and_machine(monkeypatch: pytest.MonkeyPat
     other = type(compiler)(compiler.path, compiler.version, (*compiler.flags, "-g"))
     newer = type(compiler)(compiler.path, "g++ 99", compiler.flags)
     keys = {key, build._key(SOURCE, other), build._key(SOURCE, newer)}
-    monkeypatch.setattr(build.platform, "machine", lambda: "another")
+    monkeypatch.setattr(platform, "machine", lambda: "another")
     assert len({*keys, build._key(SOURCE, compiler)}) == 4
 
 
@@ -70,9 +71,7 @@ def test_cache_is_private(tmp_path: Path) -> None:
     assert private_dir(folder).stat().st_mode & 0o777 == 0o700
 
 
-def test_folder_of_someone_else_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_of_someone_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(CodegenError, match="belongs to user"):
         private_dir(tmp_path)
@@ -114,7 +113,7 @@ def test_eight_processes_race_for_one_entry(tmp_path: Path) -> None:
 def test_no_compiler_gives_one_warning_and_eager_steps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(host_compiler, "_torch_choice", lambda: "no-such-compiler")
     monkeypatch.setattr(update_module, "_warned", set())
     lists = [parameters() for _ in range(3)]
     optimizers = [torch.optim.AdamW(params) for params in lists]

@@ -56,7 +56,9 @@ template <class T> static inline T div_by(T x, T y, T r) {
 template <class T> static inline T sign_of(T x) { return T(T(0) < x) - T(x < T(0)); }
 template <class T> static inline T max_nan(T a, T b) { return a > b || a != a ? a : b; }
 template <class T> static inline T min_nan(T a, T b) { return a < b || a != a ? a : b; }
-template <class T> static inline T floor_div(T a, T b) { return T(std::floor(double(a) / double(b))); }
+template <class T> static inline T floor_div(T a, T b) {
+  return T(std::floor(double(a) / double(b)));
+}
 template <class T> static inline T floor_mod(T a, T b) { return a - b * floor_div(a, b); }
 
 static constexpr int64_t LANES = 32;
@@ -68,7 +70,8 @@ static constexpr int64_t PHASES = 2;
 
 static double add_partials(const Table& t, int64_t row, int64_t k) {
   double a = 0;
-  for (int64_t c = t.first_chunk[row]; c < t.first_chunk[row + 1]; c++) a += t.partials[c * SUMS + k];
+  for (int64_t c = t.first_chunk[row]; c < t.first_chunk[row + 1]; c++)
+    a += t.partials[c * SUMS + k];
   return a;
 }
 
@@ -156,8 +159,8 @@ static void finish(const Table& t, int64_t phase, int64_t row) {
   }
 }
 
-// One chunk after another; what a tensor needs once is done by whoever ran its only chunk, or at the
-// end, where little is left. One barrier a phase.
+// One chunk after another; what a tensor needs once is done by whoever ran its only chunk, or at
+// the end, where little is left. One barrier a phase.
 extern "C" int64_t run(const Table* table, int64_t phase, int64_t phase_end, int64_t row_begin,
                        int64_t row_end, int64_t threads) {
   const Table& t = *table;

@@ -19,11 +19,11 @@ from mpcompile.pass_base import PassContext
 from mpcompile.passes import FuseUpdates
 from mpcompile.runtime.updates import Updates
 
-EAGER_FP32 = {"dtype": "float32", "lowering": "eager"}
+EAGER_FP32: dict[str, Any] = {"dtype": "float32", "lowering": "eager"}
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _model() -> nn.Module:
+def _model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
 
@@ -127,7 +127,7 @@ def test_two_optimizers_have_an_update_each() -> None:
 
 
 def test_eager_optimizer_in_another_thread_is_left_alone() -> None:
-    _, step = _train(torch.optim.AdamW, EAGER_FP32, steps=2)
+    _train(torch.optim.AdamW, EAGER_FP32, steps=2)
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters())
     nn.functional.mse_loss(model(torch.ones(2, 8)), torch.ones(2, 4)).backward()

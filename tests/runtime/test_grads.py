@@ -95,9 +95,10 @@ def test_non_finite_gradients_do_what_they_do_in_eager(bad: float) -> None:
         update.run(plan=GradPlan(clips=(ClipNorm(1.0),)))
     for a, b in zip(*lists, strict=True):
         assert torch.equal(a.isnan(), b.isnan())
-    assert relative_difference(
-        [a.nan_to_num() for a in lists[0]], [b.nan_to_num() for b in lists[1]]
-    ) <= 1e-6
+    assert (
+        relative_difference([a.nan_to_num() for a in lists[0]], [b.nan_to_num() for b in lists[1]])
+        <= 1e-6
+    )
 
 
 def test_skip_leaves_everything() -> None:

@@ -37,7 +37,11 @@ def _zero_dim() -> list[torch.nn.Parameter]:
 def _shared_storage() -> list[torch.nn.Parameter]:
     torch.manual_seed(0)
     base = torch.randn(40)
-    return [torch.nn.Parameter(base[:20]), torch.nn.Parameter(base[10:30]), torch.nn.Parameter(base)]
+    return [
+        torch.nn.Parameter(base[:20]),
+        torch.nn.Parameter(base[10:30]),
+        torch.nn.Parameter(base),
+    ]
 
 
 LAYOUTS: dict[str, Any] = {
@@ -60,7 +64,7 @@ def test_layout_is_updated_as_eager_does(name: str, grads: str) -> None:
         if grads == "contiguous":
             for params in lists:
                 for param in params:
-                    param.grad = param.grad.contiguous()  # type: ignore[union-attr]  # just set
+                    param.grad = param.grad.contiguous()
         pair[0].step()
         assert update.run().fused == (step > 0)
     assert relative_difference(*lists) <= 1e-6
@@ -106,7 +110,7 @@ def test_16_bit_gradients_of_fp32_parameters(dtype: torch.dtype) -> None:
 def test_16_bit_copy_is_the_rounded_parameter(dtype: torch.dtype) -> None:
     params = parameters()
     update = OptimizerUpdate(torch.optim.AdamW(params, lr=0.5))
-    copies = {p: torch.zeros_like(p, dtype=dtype) for p in params}
+    copies: dict[torch.Tensor, torch.Tensor] = {p: torch.zeros_like(p, dtype=dtype) for p in params}
     set_grads(0, params)
     update.run()
     update.set_copies(copies)

@@ -34,6 +34,26 @@ def test_op_updates_from_given_gradients() -> None:
     assert relative_difference(*lists) <= 1e-6
 
 
+@pytest.mark.parametrize("write", [False, True])
+def test_op_clips_inside_the_update(write: bool) -> None:
+    lists = [parameters(), parameters()]
+    pair = [torch.optim.AdamW(params) for params in lists]
+    updates = Updates()
+    handle = updates.of(pair[1]).handle
+    for step in range(4):
+        set_grads(step, *lists)
+        torch.nn.utils.clip_grad_value_(lists[0], 1.5)
+        norm = torch.nn.utils.clip_grad_norm_(lists[0], 2.0)
+        pair[0].step()
+        ours = torch.ops.mpcompile.update_clipped(
+            handle, [], ["value", "norm"], [1.5, 2.0], [2.0, 2.0], write
+        )
+        torch.testing.assert_close(ours, norm, rtol=1e-6, atol=0.0)
+        same = torch.allclose(lists[0][2].grad, lists[1][2].grad)  # type: ignore[arg-type]  # set
+        assert same == write
+    assert relative_difference(*lists) <= 1e-6
+
+
 def test_handle_is_a_hash_of_content() -> None:
     def handle(cls: Any = torch.optim.AdamW, shape: tuple[int, ...] = (3,), **options: Any) -> str:
         return ops.content_hash(cls([torch.nn.Parameter(torch.zeros(shape))], **options))

@@ -7,13 +7,12 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 
 from mpcompile.runtime.update import OptimizerUpdate
 from tests.runtime.updating import parameters, relative_difference, set_grads
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
-from torch.testing._internal.common_optimizers import optim_db  # noqa: E402 - after the check
+from torch.testing._internal.common_optimizers import optim_db
 
 EAGER = {"SparseAdam": "torch.sparse_coo", "LBFGS": ""}
 """Classes that run as eager, and the reason; LBFGS takes a closure and is never handed to us."""
@@ -23,8 +22,9 @@ def _entries() -> list[Any]:
     found = []
     for info in optim_db:
         for position, entry in enumerate(info.optim_inputs_func(device="cpu")):
-            name = f"{info.optim_cls.__name__}-{position}-{entry.desc}"
-            found.append(pytest.param(info.optim_cls, entry.kwargs, id=name))
+            cls: Any = info.optim_cls
+            name = f"{cls.__name__}-{position}-{entry.desc}"
+            found.append(pytest.param(cls, entry.kwargs, id=name))
     return found
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from mpcompile.runtime import update as update_module
 from mpcompile.runtime.update import OptimizerUpdate
 from tests.runtime import optimizers as by_hand
 from tests.runtime.updating import parameters, relative_difference, set_grads, worst_excess
@@ -82,7 +84,9 @@ def test_capturable_adamw_runs_on_cpu() -> None:
     eager = O.AdamW(eager_params)
     fused = O.AdamW(fused_params, capturable=True)
     update = OptimizerUpdate(fused)
-    fused.param_groups[0]["capturable"] = False  # eager refuses it on a CPU, also for the first step
+    fused.param_groups[0]["capturable"] = (
+        False  # eager refuses it on a CPU, also for the first step
+    )
     set_grads(0, eager_params, fused_params)
     eager.step()
     update.run()
@@ -98,15 +102,20 @@ def test_capturable_adamw_runs_on_cpu() -> None:
     ("cls", "reason"),
     [(by_hand.Coupled, "couples parameters"), (by_hand.BakedIn, "would be baked in")],
 )
-def test_what_has_no_kernel_runs_as_eager_with_the_reason(cls: Any, reason: str) -> None:
+def test_what_has_no_kernel_runs_as_eager_with_the_reason(
+    cls: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     eager_params, fused_params = parameters(), parameters()
     eager, fused = cls(eager_params), cls(fused_params)
     update = OptimizerUpdate(fused)
-    with pytest.warns(UserWarning, match=f"runs as eager PyTorch.*{reason}"):
+    monkeypatch.setattr(update_module, "_warned", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         for step in range(3):
             set_grads(step, eager_params, fused_params)
             eager.step()
             update.run()
+    assert [reason in str(w.message) for w in caught] == [True]
     assert reason in update.reason
     assert all(torch.equal(a, b) for a, b in zip(eager_params, fused_params, strict=True))
 

@@ -63,8 +63,8 @@ def excess(old: torch.Tensor, eager: torch.Tensor, fused: torch.Tensor) -> float
 class RoundedOnce(TorchFunctionMode):
     """Eager with square roots and norms rounded to nearest.
 
-    MKL's roots, which eager uses for dense tensors, are off by an ulp now and then, and norms add up
-    in f32; where momentum cancels, that alone exceeds any bound relative to the parameter's change.
+    MKL's roots, which eager uses for dense tensors, are off by an ulp now and then, and norms add
+    up in f32; where momentum cancels, that alone exceeds any bound relative to the change.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
