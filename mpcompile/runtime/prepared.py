@@ -27,7 +27,7 @@ from mpcompile.runtime.cases import PlannedCase, Surroundings, build_kernel, pla
 from mpcompile.runtime.classes import Classes, Member, group_values
 from mpcompile.runtime.record import KernelRecord
 from mpcompile.runtime.staging import Staging
-from mpcompile.runtime.structure import ParamStructure
+from mpcompile.runtime.structure import ParamStructure, describe_group
 from mpcompile.runtime.table import Located, Locator, Rows, Watch, build_chunks, independent_runs
 
 
@@ -162,32 +162,27 @@ class Prepared:
         self._watch.watch_dict(state)
         self._watch.watch_entries([e for e in state.values() if isinstance(e, dict)])
         self._snapshots: list[list[Any]] = []
+        self._structures = [describe_group(group) for group in groups]
 
     def _refresh_groups(self) -> bool:
         """Read the groups if they changed; return whether the traces still apply."""
         groups = self._optimizer.param_groups
         now = [[v for k, v in group.items() if k != "params"] for group in groups]
-        has_tensors = any(isinstance(v, torch.Tensor) for values in now for v in values)
-        if now == self._snapshots and not has_tensors:
+        if now == self._snapshots and not any(s.tensors for s in self._structures):
             return True
-        first = not self._snapshots
+        if [describe_group(group) for group in groups] != self._structures:
+            return False
         values = [group_values(group) for group in groups]
         by_id = {id(a): a for _, a in self._analyses}
         if not all(guards_hold(by_id[a].guards, values[g]) for g, a in self._guarded):
             return False
-        if not first and not self._same_constants(groups):
-            return False
         self._snapshots = now
-        self._constants = [_constants(group) for group in groups]
         width = len(self.kernel.shared)
         for index, group in enumerate(values):
             for position, name in enumerate(self.kernel.shared):
                 if index * width + position < len(self.rows.shared) and name in group:
                     self.rows.shared[index * width + position] = group[name]
         return True
-
-    def _same_constants(self, groups: Sequence[dict[str, Any]]) -> bool:
-        return [_constants(group) for group in groups] == self._constants
 
     def _same_containers(self) -> bool:
         """Whether the optimizer holds the watched lists and dict; load_state_dict replaces them."""
@@ -307,14 +302,6 @@ def _tensor_of(
         tensor: torch.Tensor = state[name.removeprefix("state.")]
         return tensor
     return None
-
-
-def _constants(group: dict[str, Any]) -> list[tuple[str, str]]:
-    return [
-        (key, repr(value))
-        for key, value in group.items()
-        if key != "params" and (isinstance(value, (bool, str)) or value is None)
-    ]
 
 
 def _ranges(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

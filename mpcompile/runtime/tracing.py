@@ -336,6 +336,7 @@ def _run_step(
     shared = substitute_group(group, {path: flat[at] for path, at in slots.group.items()})
     shared["params"] = [flat[at["param"]] for at in slots.owned]
     copy.param_groups, copy.state = [shared], defaultdict(dict)
+    before = dict(shared)
     for rep, at in zip(reps, slots.owned, strict=True):
         param = flat[at["param"]]
         param.grad = flat[at["grad"]]
@@ -345,8 +346,23 @@ def _run_step(
         }
     with watch:
         step_code(optimizer)(copy)
+    _refuse_other_changes(optimizer, copy, shared, before)
     names.clear()
     return _results(copy, reps, slots, names, flat)
+
+
+def _refuse_other_changes(
+    optimizer: torch.optim.Optimizer, copy: Any, group: dict[str, Any], before: dict[str, Any]
+) -> None:
+    """Refuse a step that keeps anything outside the state: it would be the same at every step."""
+    changed = [key for key, value in group.items() if before.get(key) is not value]
+    if changed:
+        raise CodegenError(f"fuse-updates: the step changes {changed[0]!r} of its group.")
+    expected = vars(optimizer)
+    ours = ("param_groups", "state", "grad_scale", "found_inf")
+    changed = [k for k, v in vars(copy).items() if k not in ours and expected.get(k) is not v]
+    if changed:
+        raise CodegenError(f"fuse-updates: the step changes its attribute {changed[0]!r}.")
 
 
 def _results(

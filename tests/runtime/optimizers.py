@@ -143,3 +143,32 @@ class BakedIn(torch.optim.Optimizer):
                 state = self.state[p]
                 state["step"] = state.get("step", 0) + 1
                 p.add_(p.grad, alpha=-group["lr"] / float(str(int(state["step"]))))
+
+
+class CountsInGroup(torch.optim.Optimizer):
+    """Keeps its step count in the group, as some schedule-free optimizers do."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] / group["k"])
+
+
+class CountsItself(torch.optim.Optimizer):
+    """Keeps its step count as an attribute."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] / self.num_steps)

@@ -126,6 +126,38 @@ def test_schedules_need_no_second_kernel(schedule: str) -> None:
     assert relative_difference(*lists) <= 1e-6
 
 
+def test_tensors_in_a_tuple_are_read_at_every_step() -> None:
+    lists = [parameters(), parameters()]
+    betas = [(torch.tensor(0.9), torch.tensor(0.99)) for _ in lists]
+    pair = [
+        torch.optim.AdamW(params, lr=torch.tensor(0.01), betas=b, foreach=False)
+        for params, b in zip(lists, betas, strict=True)
+    ]
+    update = OptimizerUpdate(pair[1])
+    for step in range(6):
+        for beta1, _ in betas:
+            beta1.fill_(0.9 - 0.1 * step)
+        set_grads(step, *lists)
+        pair[0].step()
+        update.run()
+    assert not update.reason
+    assert relative_difference(*lists) <= 1e-6
+
+
+def test_number_that_becomes_a_tensor_is_traced_again() -> None:
+    lists = [parameters(), parameters()]
+    pair = [torch.optim.AdamW(params, lr=0.01) for params in lists]
+    update = OptimizerUpdate(pair[1])
+    for step in range(6):
+        for optimizer in pair:
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.02) if step == 3 else 0.01
+        set_grads(step, *lists)
+        pair[0].step()
+        update.run()
+    assert not update.reason
+    assert relative_difference(*lists) <= 1e-6
+
+
 def test_flag_that_changes_the_step_is_traced_again() -> None:
     lists = [parameters(), parameters()]
     pair = [torch.optim.SGD(params, lr=0.1, momentum=0.9) for params in lists]

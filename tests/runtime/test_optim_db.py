@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
 from typing import Any
 
@@ -12,7 +13,10 @@ from mpcompile.runtime.update import OptimizerUpdate
 from tests.runtime.updating import parameters, relative_difference, set_grads
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
-from torch.testing._internal.common_optimizers import optim_db
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it would like hypothesis too
+    optim_db = importlib.import_module("torch.testing._internal.common_optimizers").optim_db
 
 EAGER = {"SparseAdam": "torch.sparse_coo", "LBFGS": ""}
 """Classes that run as eager, and the reason; LBFGS takes a closure and is never handed to us."""

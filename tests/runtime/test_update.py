@@ -100,7 +100,12 @@ def test_capturable_adamw_runs_on_cpu() -> None:
 
 @pytest.mark.parametrize(
     ("cls", "reason"),
-    [(by_hand.Coupled, "couples parameters"), (by_hand.BakedIn, "would be baked in")],
+    [
+        (by_hand.Coupled, "couples parameters"),
+        (by_hand.BakedIn, "would be baked in"),
+        (by_hand.CountsInGroup, "changes 'k' of its group"),
+        (by_hand.CountsItself, "changes its attribute 'num_steps'"),
+    ],
 )
 def test_what_has_no_kernel_runs_as_eager_with_the_reason(
     cls: Any, reason: str, monkeypatch: pytest.MonkeyPatch
