@@ -3,6 +3,9 @@
 The step runs unwrapped on a shallow copy of the optimizer whose groups and state hold fake tensors
 and symbolic numbers, under ``make_fx`` and ``functionalize``: a flat graph without mutation. Python
 numbers stay inputs; where Python branches on one, the branch taken is recorded (``symbols``).
+
+While ``make_fx`` runs, ``nn.Module.__call__`` is another function in the whole process, so a trace
+holds Dynamo's own lock. Private torch API, seen in 2.11 to 2.14: ``convert_frame.compile_lock``.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import contextlib
 import functools
 import inspect
 import math
-import threading
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dynamo.convert_frame import compile_lock
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -34,8 +37,6 @@ from mpcompile.runtime.structure import (
     substitute_group,
 )
 from mpcompile.runtime.symbols import SYMBOLS, Decisions, ItemMode, ScalarEnv, fake_mode
-
-_lock = threading.RLock()
 
 
 class StateMissing(CodegenError):
@@ -276,7 +277,7 @@ def _trace_once(
     forced: tuple[bool, ...],
     scale: float,
 ) -> StepTrace:
-    with _lock:
+    with compile_lock:
         decisions = Decisions(forced)
         inputs = _Inputs(ScalarEnv(decisions), scale)
         slots = _add_inputs(inputs, group, structure, reps)
