@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpcompile.runtime import dispatch
+
 ContextCtor = Callable[[], AbstractContextManager[Any]]
 
 
@@ -125,12 +127,19 @@ def breaks_since(position: int) -> list[GraphBreak]:
     """Return the graph breaks that Dynamo noted after ``num_breaks()`` gave ``position``."""
     from torch._dynamo.output_graph import graph_break_reasons
 
-    return [_format_break(reason) for reason in graph_break_reasons[position:]]
+    found = [_format_break(reason) for reason in graph_break_reasons[position:]]
+    return [item for item in found if item.line or item.reason != dispatch.BREAK_REASON]
 
 
 def _format_break(reason: Any) -> GraphBreak:
     lines = [line.strip() for line in str(reason.reason).splitlines() if line.strip()]
-    outside = [f for f in reason.user_stack if "/site-packages/torch/" not in f.filename]
-    frames = outside or list(reason.user_stack)
+    stack = list(reason.user_stack)
+    text = lines[0] if lines else ""
+    if stack and stack[-1].filename == dispatch.__file__:
+        text = dispatch.BREAK_REASON
+    inside = ("/site-packages/torch/", dispatch.__file__)
+    frames = [f for f in stack if not any(part in f.filename for part in inside)]
+    if not frames and text != dispatch.BREAK_REASON:
+        frames = stack
     where = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""
-    return GraphBreak(lines[0] if lines else "", where)
+    return GraphBreak(text, where)

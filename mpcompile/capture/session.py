@@ -87,7 +87,7 @@ class Session:
 
     def _dispatching(self) -> AbstractContextManager[None]:
         """Send ``Optimizer.step`` to the fused updates, or to the originals if they are off."""
-        if self.manager.is_enabled("fuse-updates"):
+        if self.manager.is_enabled("fuse-updates") and not is_disabled():
             return dispatch.running(self.updates.run)
         return dispatch.suspended()
 
@@ -108,7 +108,7 @@ class Session:
 
     def _warn_after_first_call(self) -> None:
         regions = self.report.regions
-        if not regions:
+        if not regions and not self.report.updates:
             found = "; ".join(f"{reason} ({line})" for reason, line in self.report.breaks)
             warnings.warn(
                 "mpcompile: the first call compiled nothing, so all of it ran eagerly as written. "

@@ -25,6 +25,9 @@ Step = Callable[..., Any]
 Runner = Callable[[torch.optim.Optimizer, Step], Any]
 """Updates the optimizer; the second argument is its own step, a function of the optimizer."""
 
+BREAK_REASON = "fuse-updates takes Optimizer.step out of the graph"
+"""Why Dynamo ends a graph in this file, for reports."""
+
 _local = threading.local()
 _install_lock = threading.Lock()
 _installed = False

@@ -70,7 +70,7 @@ class Prepared:
         planned = _plan(members, grads, sorted_members, treatment, copies)
         self.cases = list(dict.fromkeys(planned))
         self.kernel = build_kernel(
-            f"{type(optimizer).__name__}: {len(self.cases)} kinds of tensors",
+            f"{type(optimizer).__name__}: {_count(len(self.cases), 'kind')} of tensors",
             [case.case for case in self.cases],
         )
         self.source = emit_cpp(self.kernel)
@@ -281,6 +281,10 @@ def _check_supported(members: Sequence[Member], grads: Sequence[torch.Tensor]) -
                 raise CodegenError(f"fuse-updates: a {what} is {tensor.dtype}.")
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
                 raise CodegenError(f"fuse-updates: a {what} is a {type(tensor).__name__}.")
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _name(leaf: object) -> str:

@@ -84,6 +84,25 @@ def test_disabled_by_name() -> None:
     assert last_report(step).updates == []
 
 
+def test_kill_switch_leaves_the_optimizer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPCOMPILE", "0")
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    nn.functional.cross_entropy(model(_batches(1)[0][0]), _batches(1)[0][1]).backward()
+    torch.compile(optimizer.step, backend="mpcompile")()
+    assert not hasattr(optimizer, "_mpcompile_updates")
+
+
+def test_report_names_the_line_of_the_step() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    step: Any = torch.compile(_step(model, optimizer), backend="mpcompile", options=EAGER_FP32)
+    step(*_batches(1)[0])
+    lines = [line for reason, line in last_report(step).breaks if "Optimizer.step" in reason]
+    expected = _step.__code__.co_firstlineno + 5
+    assert lines == [f"test_fuse_updates.py:{expected}"]
+
+
 def test_step_compiled_alone() -> None:
     models = [_model(), _model()]
     pair = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in models]
