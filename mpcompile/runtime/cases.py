@@ -167,7 +167,7 @@ def _plan_calls(
                 continue
             name = f"arg.{number}.{position}"
             if expr in uniform_set([expr]):
-                name = f"number.{name}"
+                name, expr = f"number.{name}", cast(expr, "f64")  # what the table holds
                 numbers.append((position, name))
             else:
                 buffers.append((position, name))

@@ -16,7 +16,7 @@ from tests.runtime import optimizers as by_hand
 from tests.runtime.updating import parameters, relative_difference, set_grads, worst_excess
 
 O = torch.optim  # noqa: E741 - a table of optimizers reads better so
-MATRICES = ((3, 4), (7, 30), (130, 150))
+MATRICES = ((3, 4), (7, 30), (150, 130), (48, 2), (5, 5))
 
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "sgd": (O.SGD, {"lr": 0.1}),
