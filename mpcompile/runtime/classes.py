@@ -55,6 +55,12 @@ class Classes:
         self._by_shape: set[ParamStructure] = set()
         self.num_traces = 0
 
+    def of(self, optimizer: torch.optim.Optimizer) -> Classes:
+        """Return these classes for a copy of the optimizer."""
+        same = Classes(optimizer)
+        same._variants, same._by_shape = self._variants, self._by_shape
+        return same
+
     def sort(self, members: Sequence[Member]) -> list[tuple[ParamStructure, Analysis]]:
         """Return the structure and the analysis of each member.
 

@@ -10,12 +10,8 @@ holds Dynamo's own lock. Private torch API, seen in 2.11 to 2.14: ``convert_fram
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import functools
-import inspect
-import math
-import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,6 +32,7 @@ from mpcompile.runtime.structure import (
     flat_items,
     substitute_group,
 )
+from mpcompile.runtime.symbolic_math import symbolic_math
 from mpcompile.runtime.symbols import SYMBOLS, Decisions, ItemMode, ScalarEnv, fake_mode
 
 
@@ -102,73 +99,6 @@ class _WatchMode(TorchFunctionMode):
         if func is torch.Tensor.square_:  # functionalize has no rule for it (2.11 to 2.14)
             return args[0].copy_(args[0] * args[0])
         return func(*args, **kwargs)
-
-
-def _symbolic(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def either(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(arg, SYMBOLS) for arg in args):
-            return traced(*args)
-        return plain(*args, **kwargs)
-
-    return either
-
-
-_BUILTINS = {
-    "min": _symbolic(builtins.min, lambda *args: functools.reduce(torch.sym_min, args)),
-    "max": _symbolic(builtins.max, lambda *args: functools.reduce(torch.sym_max, args)),
-}
-_MATH = types.SimpleNamespace(
-    **{
-        **vars(math),
-        "sqrt": _symbolic(math.sqrt, torch.sym_sqrt),
-        "pow": _symbolic(math.pow, lambda a, b: torch.sym_float(a) ** b),
-    }
-)
-
-
-@contextlib.contextmanager
-def _symbolic_math(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let ``min``, ``max`` and ``math`` in the optimizer's modules take symbols.
-
-    The stand-ins do what the originals do with everything else, so other threads may meet them.
-    """
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    for module in _globals_of(optimizer):
-        for key in ("min", "max"):
-            if key not in module:
-                undo.append((module, key, None))
-                module[key] = _BUILTINS[key]
-        for key, value in list(module.items()):
-            if value is math:
-                undo.append((module, key, value))
-                module[key] = _MATH
-            elif value is math.sqrt or value is math.pow:
-                undo.append((module, key, value))
-                module[key] = getattr(_MATH, value.__name__)
-        if "_get_capturable_supported_devices" in module:
-            key = "_get_capturable_supported_devices"
-            undo.append((module, key, module[key]))
-            module[key] = lambda *args, **kwargs: ["cpu", "cuda", "xpu", "hpu"]
-    try:
-        yield
-    finally:
-        for module, key, value in reversed(undo):
-            if value is None:
-                del module[key]
-            else:
-                module[key] = value
-
-
-def _globals_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the global names that the methods of the optimizer's classes see."""
-    found: dict[int, dict[str, Any]] = {}
-    for cls in type(optimizer).__mro__:
-        for value in vars(cls).values():
-            function = inspect.unwrap(value) if callable(value) else None
-            if isinstance(function, types.FunctionType) and cls is not torch.optim.Optimizer:
-                found[id(function.__globals__)] = function.__globals__
-    return list(found.values())
 
 
 class _Inputs:
@@ -291,7 +221,7 @@ def _trace_once(
             return out, [made.symbol for made in decisions.made]
 
         quiet = dispatch.suspended()
-        with quiet, torch.no_grad(), inputs.mode, _symbolic_math(optimizer), _reasons(optimizer):
+        with quiet, torch.no_grad(), inputs.mode, symbolic_math(optimizer), _reasons(optimizer):
             gm = make_fx(traced, tracing_mode="real")(*inputs.flat)
     shapes = tuple(tuple(rep.param.shape) for rep in reps)
     return StepTrace(gm, tuple(inputs.leaves), shapes, tuple(names), decisions, watch.reads_shape)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mpcompile.errors import CodegenError
-from mpcompile.runtime import dispatch
+from mpcompile.runtime import dispatch, trial
 from mpcompile.runtime.classes import Classes, Member
 from mpcompile.runtime.grads import GradPlan, apply_eagerly
 from mpcompile.runtime.norms import NormKernels
@@ -59,6 +59,7 @@ class OptimizerUpdate:
         self.reason = _refusal(optimizer)
         self.handle = ""
         self.num_prepared = 0
+        self._tried: set[str] = set()
 
     def set_copies(self, copies: dict[torch.Tensor, torch.Tensor]) -> None:
         """Have the update write a 16-bit copy of each parameter that is a key of ``copies``."""
@@ -132,6 +133,9 @@ class OptimizerUpdate:
         prepared = Prepared(
             self.optimizer, self.classes, members, present, treatment, self.copies, self.cache_dir
         )
+        if prepared.source not in self._tried:
+            trial.check(prepared, self.optimizer, self.classes, present, treatment, self.copies)
+            self._tried.add(prepared.source)
         self.prepared[key] = prepared
         if not prepared.is_current(present):
             raise CodegenError("fuse-updates: parameters, state or gradients change while read.")

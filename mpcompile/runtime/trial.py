@@ -1,0 +1,146 @@
+"""Try a new kernel on copies of a few tensors before it touches the optimizer's own.
+
+A traced step may be any code, so what was derived from it is compared with it once: one small
+tensor of each kind, one step by the kernel, one by the optimizer's own code. An update that
+differs, or one that draws random numbers, runs as eager.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpcompile.errors import CodegenError
+from mpcompile.runtime import dispatch
+from mpcompile.runtime.cases import SCALE
+from mpcompile.runtime.classes import Classes, Member
+from mpcompile.runtime.prepared import GradTreatment, Prepared
+from mpcompile.runtime.tracing import step_code
+
+TOLERANCE = 1e-3
+"""Largest difference, relative to the change that the step makes."""
+TOLERANCE_WITH_CALLS = 0.1
+"""The same where 16-bit matrix products may amplify a difference in the last bit."""
+
+
+def check(
+    prepared: Prepared,
+    optimizer: torch.optim.Optimizer,
+    classes: Classes,
+    grads: Sequence[torch.Tensor],
+    treatment: GradTreatment,
+    copies: dict[torch.Tensor, torch.Tensor],
+) -> None:
+    """Compare one step of the kernel of ``prepared`` with one of ``optimizer``, on copies.
+
+    Raises:
+        CodegenError: they differ.
+    """
+    rows = _smallest_of_each_kind(prepared)
+    members = [prepared.members[row] for row in rows]
+    used = [  # as precise as the optimizer's own code takes them
+        grads[row].detach().to(m.param.dtype).to(grads[row].dtype, copy=True)
+        for row, m in zip(rows, members, strict=True)
+    ]
+    if not all(bool(grad.isfinite().all()) for grad in used):
+        return
+    before, eager, fused = (_Copy(optimizer, members) for _ in range(3))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        eager.step(used)
+        narrow = {
+            clone: torch.empty_like(clone, dtype=copies[m.param].dtype)
+            for m, clone in zip(members, fused.params, strict=True)
+            if m.param in copies
+        }
+        clones = [Member(p, m.group) for m, p in zip(members, fused.params, strict=True)]
+        trial = Prepared(
+            fused.optimizer,
+            classes.of(fused.optimizer),
+            clones,
+            used,
+            treatment,
+            narrow,
+            prepared.cache_dir,
+        )
+        if not trial.is_current(used):
+            raise CodegenError("fuse-updates: the state changes while it is read.")
+        trial.launch([1.0 if step == SCALE else math.inf for step in treatment.steps])
+    _compare(before, eager, fused, TOLERANCE if prepared.calls is None else TOLERANCE_WITH_CALLS)
+
+
+class _Copy:
+    """A shallow copy of an optimizer with clones of a few parameters and their state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, members: Sequence[Member]) -> None:
+        copy: Any = object.__new__(type(optimizer))
+        copy.__dict__.update(optimizer.__dict__)
+        copy.grad_scale = copy.found_inf = None
+        self.optimizer = copy
+        self.params = [m.param.detach().clone().requires_grad_() for m in members]
+        groups = [{k: _clone(v) for k, v in g.items() if k != "params"} for g in _groups(optimizer)]
+        for index, group in enumerate(groups):
+            mine = zip(members, self.params, strict=True)
+            group["params"] = [param for member, param in mine if member.group == index]
+        self.optimizer.param_groups = groups
+        self.optimizer.state = defaultdict(dict)
+        for member, param in zip(members, self.params, strict=True):
+            state = optimizer.state.get(member.param, {})
+            self.optimizer.state[param] = {key: _clone(value) for key, value in state.items()}
+
+    def step(self, grads: Sequence[torch.Tensor]) -> None:
+        """Run the optimizer's own code on ``grads``."""
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = grad.detach().to(param.dtype, copy=True)
+        with dispatch.suspended():
+            step_code(self.optimizer)(self.optimizer)
+
+    def values(self) -> list[tuple[str, torch.Tensor]]:
+        """Return parameters and state as tensors, with names."""
+        found = []
+        for param in self.params:
+            found.append(("param", param.detach()))
+            for key, value in self.optimizer.state[param].items():
+                is_number = isinstance(value, (int, float, torch.Tensor))
+                found += [(key, torch.as_tensor(value))] if is_number else []
+        return found
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return groups
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return type(value)(map(_clone, value)) if type(value) in (list, tuple) else value
+
+
+def _smallest_of_each_kind(prepared: Prepared) -> list[int]:
+    """Return a row of each kind, kinds in order; tensors without elements say nothing."""
+    best: dict[int, tuple[int, int]] = {}
+    for row, (kind, member) in enumerate(zip(prepared.rows.kinds, prepared.members, strict=False)):
+        size = member.param.numel() or math.inf
+        if kind not in best or size < best[kind][0]:
+            best[kind] = (int(min(size, 2**62)), row)
+    return [best[kind][1] for kind in sorted(best)]
+
+
+def _compare(before: _Copy, eager: _Copy, fused: _Copy, tolerance: float) -> None:
+    for (name, old), (_, want), (_, found) in zip(
+        before.values(), eager.values(), fused.values(), strict=True
+    ):
+        precision = torch.finfo(want.dtype).eps if want.dtype.is_floating_point else 0.0
+        old, want, found = (torch.nan_to_num(value.double()) for value in (old, want, found))
+        bound = tolerance * (want - old).norm() + 8 * precision * want.norm()
+        difference = (found - want).norm()
+        if not difference <= bound:
+            raise CodegenError(
+                f"fuse-updates: on a trial, the kernel for {type(eager.optimizer).__name__} gave "
+                f"another {name!r} than its step (off by {float(difference):.2g}, allowed "
+                f"{float(bound):.2g}). Does the step draw random numbers? If not, please report it."
+            )
