@@ -18,7 +18,7 @@ from tests.steps import batch, classifier_step, compile_step
     ("options", "match"),
     [
         ({"disable": ["fold-cast"]}, r"'fold-cast'.*did you mean 'fold-casts'"),
-        ({"enable": ["fuse-updates"]}, r"fuse-updates.* not yet"),
+        ({"enable": ["shadow-weights"]}, r"shadow-weights.* not yet"),
         ({"dtype": "bf17"}, r"'bf17' is no dtype to train in.*Use bfloat16 \(bf16\) or float32"),
         ({"dtype": "float16"}, r"float16 needs loss scaling, which is not yet built\. Use bfloat"),
         ({"dtype": torch.float16}, r"not yet built"),

@@ -87,7 +87,7 @@ class Session:
 
     def _dispatching(self) -> AbstractContextManager[None]:
         """Send ``Optimizer.step`` to the fused updates, or to the originals if they are off."""
-        if self.manager.is_enabled("fuse-updates") and not is_disabled():
+        if self.manager.is_enabled("fuse-updates"):
             return dispatch.running(self.updates.run)
         return dispatch.suspended()
 
