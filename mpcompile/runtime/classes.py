@@ -135,5 +135,10 @@ class Classes:
         analysis = analyze(
             lambda forced: trace_step(self._optimizer, group, structure.group, reps, forced)
         )
+        if str(analysis.results["param"]) in ("param", "param[i]"):
+            raise CodegenError(
+                "fuse-updates: the step changes no parameter that it finds in its groups; it keeps "
+                "references of its own."
+            )
         variants.append(analysis)
         return analysis

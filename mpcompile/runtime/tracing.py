@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -70,6 +71,13 @@ def step_code(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     return code
 
 
+def _is_own(value: object) -> bool:
+    """Whether ``value`` is a real tensor, which a trace would change, and no constant number."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        return False
+    return not torch._is_functional_tensor(value) and (value.requires_grad or value.dim() > 0)
+
+
 class _WatchMode(TorchFunctionMode):
     """Notes whether the step reads shapes, and keeps numbers made into tensors symbolic."""
 
@@ -91,6 +99,11 @@ class _WatchMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``."""
         kwargs = kwargs or {}
+        if any(map(_is_own, torch.utils._pytree.tree_leaves((args, kwargs)))):
+            raise CodegenError(
+                "fuse-updates: the step works on tensors that are neither in its groups nor in its "
+                "state, such as references of its own."
+            )
         self.reads_shape |= func in self.SHAPE_READS
         if func in (torch.as_tensor, torch.tensor) and isinstance(args[0], SYMBOLS):
             dtype = torch.get_default_dtype() if isinstance(args[0], torch.SymFloat) else None
@@ -221,14 +234,14 @@ def _trace_once(
             return out, [made.symbol for made in decisions.made]
 
         quiet = dispatch.suspended()
-        with quiet, torch.no_grad(), inputs.mode, symbolic_math(optimizer), _reasons(optimizer):
+        with quiet, torch.no_grad(), inputs.mode, symbolic_math(optimizer), reasons(optimizer):
             gm = make_fx(traced, tracing_mode="real")(*inputs.flat)
     shapes = tuple(tuple(rep.param.shape) for rep in reps)
     return StepTrace(gm, tuple(inputs.leaves), shapes, tuple(names), decisions, watch.reads_shape)
 
 
 @contextlib.contextmanager
-def _reasons(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def reasons(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Turn what the user's step raises on fake tensors into one error with the reason."""
     try:
         yield

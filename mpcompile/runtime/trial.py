@@ -19,7 +19,8 @@ from mpcompile.runtime import dispatch
 from mpcompile.runtime.cases import SCALE
 from mpcompile.runtime.classes import Classes, Member
 from mpcompile.runtime.prepared import GradTreatment, Prepared
-from mpcompile.runtime.tracing import step_code
+from mpcompile.runtime.symbolic_math import symbolic_math
+from mpcompile.runtime.tracing import reasons, step_code
 
 TOLERANCE = 1e-3
 """Largest difference, relative to the change that the step makes."""
@@ -50,7 +51,8 @@ def check(
         return
     before, eager, fused = (_Copy(optimizer, members) for _ in range(3))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        eager.step(used)
+        with reasons(optimizer):
+            eager.step(used)
         narrow = {
             clone: torch.empty_like(clone, dtype=copies[m.param].dtype)
             for m, clone in zip(members, fused.params, strict=True)
@@ -95,7 +97,7 @@ class _Copy:
         """Run the optimizer's own code on ``grads``."""
         for param, grad in zip(self.params, grads, strict=True):
             param.grad = grad.detach().to(param.dtype, copy=True)
-        with dispatch.suspended():
+        with dispatch.suspended(), symbolic_math(self.optimizer):  # what was traced
             step_code(self.optimizer)(self.optimizer)
 
     def values(self) -> list[tuple[str, torch.Tensor]]:

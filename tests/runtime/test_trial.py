@@ -29,6 +29,19 @@ class Langevin(torch.optim.Optimizer):
                 p.add_(torch.randn_like(p), alpha=group["lr"])
 
 
+class OwnReferences(torch.optim.SGD):
+    """SGD over the tensors that it was made with, not over those in its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.mine = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.mine:
+            p.add_(p.grad, alpha=-self.param_groups[0]["lr"])
+
+
 def _run_beside_eager(cls: Any, steps: int = 4, **options: Any) -> tuple[float, OptimizerUpdate]:
     """Return how far fused and eager parameters are apart, random numbers being the same."""
     lists = [parameters(), parameters()]
@@ -49,6 +62,13 @@ def test_noise_runs_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
         difference, update = _run_beside_eager(Langevin)
     assert difference == 0.0
     assert "on a trial" in update.reason
+
+
+def test_step_over_references_of_its_own_runs_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_module, "_warned", set())
+    with pytest.warns(UserWarning, match="OwnReferences runs as eager"):
+        difference, _ = _run_beside_eager(OwnReferences)
+    assert difference == 0.0
 
 
 def test_wrong_rule_runs_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
