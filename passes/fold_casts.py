@@ -8,9 +8,8 @@ weight, forward and backward, become one; equal casts are merged.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
-from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mpcompile.graph import nodes
@@ -97,9 +96,7 @@ def _drop_round_trips(graph: Graph) -> int:
 
 def _is_exact(origin: Node, through: Node) -> bool:
     """Whether every value of ``origin`` survives being cast to the dtype of ``through``."""
-    same_layout = str(cast(Tensor, nodes.value(origin)).stride()) == str(
-        cast(Tensor, nodes.value(through)).stride()
-    )
+    same_layout = nodes.has_same_strides(nodes.value(origin), nodes.value(through))
     widened = nodes.is_half(origin) and nodes.is_f32(through)
     return same_layout and (origin is through or widened)
 

@@ -163,7 +163,7 @@ class _Caster:
                 f"options={{'keep_fp32': ['{nodes.op_name(node)}']}}."
             ) from error
         now = nodes.tensor_values(node)
-        if len(was) == 1 == len(now) and not _same_strides(was[0], now[0]):
+        if len(was) == 1 == len(now) and not nodes.has_same_strides(was[0], now[0]):
             self._restride(node, was[0])
 
     def _restride(self, node: Node, was: Tensor) -> None:
@@ -184,12 +184,7 @@ class _Caster:
     def _restored(self, node: Node, reader: Node) -> Node:
         wide = self._cast(node, torch.float32, reader)
         was, now = cast(Tensor, nodes.value(node)), cast(Tensor, nodes.value(wide))
-        if not _same_strides(was, now):
+        if not nodes.has_same_strides(was, now):
             wide = nodes.insert_strided_copy(wide, tuple(was.shape), tuple(was.stride()))
             self.wide[wide] = set()
         return wide
-
-
-def _same_strides(one: Tensor, other: Tensor) -> bool:
-    """Compared as text: comparing symbols would add guards."""
-    return str(tuple(one.stride())) == str(tuple(other.stride()))

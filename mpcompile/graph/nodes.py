@@ -191,14 +191,16 @@ def has_unbacked_sizes(node: Node) -> bool:
     return any(free_unbacked_symbols(tensor) for tensor in tensor_values(node))
 
 
-def is_dense(node: Node) -> bool:
-    """Whether a copy of the tensor has its strides: no gaps, no element twice.
+def has_same_strides(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are laid out alike; as text, since comparing symbols would add guards."""
+    return str(tuple(one.stride())) == str(tuple(other.stride()))
 
-    Strides are compared as text, since comparing symbols would add guards.
-    """
+
+def is_dense(node: Node) -> bool:
+    """Whether a copy of the tensor has its strides: no gaps, no element twice."""
     val = cast(Tensor, value(node))
     with fake_mode(node.graph) or nullcontext():
-        return str(tuple(torch.empty_like(val).stride())) == str(tuple(val.stride()))
+        return has_same_strides(torch.empty_like(val), val)
 
 
 def set_value(node: Node, val: Any) -> None:

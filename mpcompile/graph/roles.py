@@ -111,10 +111,9 @@ def _input_role(node: Node, input_roles: Sequence[InputRole]) -> InputRole:
 
 def _mutated_inputs(graph: Graph) -> Iterator[Node]:
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is torch.ops.aten.copy_.default:
-            target = node.args[0]
-            if isinstance(target, Node) and target.op in ("placeholder", "get_attr"):
-                yield target
+        target = _written_input(node)
+        if target is not None:
+            yield target
     for desc in graph.output_node().meta.get("desc") or ():
         if isinstance(desc, InputMutationAOTOutput):
             for node in graph.find_nodes(op="placeholder"):
@@ -149,12 +148,17 @@ def _output_roles(graph: Graph) -> Iterator[OutputRole]:
             yield OutputRole.VALUE
 
 
+def _written_input(node: Node) -> Node | None:
+    """Return the graph input that ``node`` copies a value into, or None."""
+    target = node.args[0] if node.target is torch.ops.aten.copy_.default else None
+    if isinstance(target, Node) and target.op in ("placeholder", "get_attr"):
+        return target
+    return None
+
+
 def is_visible_reader(node: Node) -> bool:
     """Whether what ``node`` reads can be seen by the user: the output, a write into an input."""
-    if node.op == "output":
-        return True
-    target = node.args[0] if node.target is torch.ops.aten.copy_.default else None
-    return isinstance(target, Node) and target.op in ("placeholder", "get_attr")
+    return node.op == "output" or _written_input(node) is not None
 
 
 def visible_values(graph: Graph) -> list[tuple[str, Node]]:
@@ -171,9 +175,8 @@ def visible_values(graph: Graph) -> list[tuple[str, Node]]:
                 for index, node in enumerate(outputs)
                 if isinstance(node, Node)
             ]
-        elif is_visible_reader(reader):
-            target, source = reader.args[0], reader.args[1]
-            assert isinstance(target, Node)
+        elif (target := _written_input(reader)) is not None:
+            source = reader.args[1]
             assert isinstance(source, Node)
             seen.append((f"what is written to %{target.name}", source))
     return [(name, node) for name, node in seen if nodes.tensor_values(node)]
