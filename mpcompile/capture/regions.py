@@ -98,7 +98,6 @@ class RegionRewriter:
         region.ops_before = measure_ops(gm.graph)
         region.add_passes(self._manager.run(Stage.ATEN, gm, self._ctx))
         region.add_passes(self._manager.run(Stage.RUNTIME, gm, self._ctx))
-        region.aten_after = format_graph(gm.graph)
         region.ops_after = measure_ops(gm.graph)
         region.casts, region.decisions = measure_casts(gm.graph)
         if self._ctx.config.report_dir is not None:

@@ -72,7 +72,6 @@ class RegionReport:
         saved_bytes: bytes that forward keeps for backward, by dtype.
         pass_records: every pass, Dynamo's stage first.
         aten_before: print of the ATen graph before the passes, ``dynamo_before`` that of Dynamo's.
-        aten_after: print of the ATen graph after them.
     """
 
     index: int
@@ -88,7 +87,6 @@ class RegionReport:
     saved_bytes: dict[str, int] = field(default_factory=dict)
     pass_records: list[PassRecord] = field(default_factory=list)
     aten_before: str = ""
-    aten_after: str = ""
 
     def add_passes(self, records: Sequence[PassRecord]) -> None:
         """Append what the manager recorded."""
@@ -100,14 +98,23 @@ class RegionReport:
         return GraphPrints(self.aten_before, self.aten_after, self._of_stage(Stage.ATEN))
 
     @property
+    def aten_after(self) -> str:
+        """Print of the ATen graph after the passes."""
+        return _last_print(self.aten_before, self._of_stage(Stage.ATEN))
+
+    @property
     def dynamo_graph(self) -> GraphPrints:
         """Dynamo's graph, forward only, in torch functions and methods."""
         records = self._of_stage(Stage.DYNAMO)
-        after = records[-1].after if records else self.dynamo_before
-        return GraphPrints(self.dynamo_before, after, records)
+        return GraphPrints(self.dynamo_before, _last_print(self.dynamo_before, records), records)
 
     def _of_stage(self, stage: Stage) -> tuple[PassRecord, ...]:
         return tuple(record for record in self.pass_records if record.stage is stage)
+
+
+def _last_print(before: str, records: Sequence[PassRecord]) -> str:
+    """The print after the last of ``records``, or ``before`` if there is none."""
+    return records[-1].after if records else before
 
 
 @dataclass
