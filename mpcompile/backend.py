@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from mpcompile.capture import dynamo_api
-from mpcompile.capture.regions import compile_region
+from mpcompile.capture.whole import compile_graph
 from mpcompile.capture.session import Session, build_context, current_session, session_of
 from mpcompile.capture.snapshot import restored
 from mpcompile.config import Config, is_disabled
@@ -45,7 +45,7 @@ def mpcompile(
     session = current_session()
     if session is None:  # called by hand, outside torch.compile
         session = Session(Config.from_options(options, mode))
-    return compile_region(gm, example_inputs, session)
+    return compile_graph(gm, example_inputs, session)
 
 
 def explain(
@@ -79,7 +79,7 @@ def explain(
 
 
 def _compile_for(session: Session, gm: GraphModule, inputs: Sequence[Any]) -> Compiled:
-    return compile_region(gm, inputs, session)
+    return compile_graph(gm, inputs, session)
 
 
 def last_report(step: Any) -> StepReport:

@@ -171,11 +171,10 @@ class Config:
         ),
     )
     capture: str = field(
-        default="regions",
+        default="whole",
         metadata=_choice(
-            "What is one graph: each piece that Dynamo finds, or the whole training step.",
-            "regions",
-            planned=("whole",),
+            "What is one graph: the whole training step if it can be, or each piece of it.",
+            *("whole", "regions"),
         ),
     )
     grads: str = field(

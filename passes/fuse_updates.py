@@ -16,7 +16,7 @@ from mpcompile.errors import CaptureError, PassError
 from mpcompile.pass_base import GraphPass, PassContext, Stage
 from mpcompile.runtime import ops
 
-_UPDATE_OPS = (torch.ops.mpcompile.update.default, torch.ops.mpcompile.update_clipped.default)
+_UPDATE_OPS = (torch.ops.mpcompile.update.default,)
 
 
 @dataclass(frozen=True)

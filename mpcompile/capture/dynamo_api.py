@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -20,10 +20,10 @@ from mpcompile.runtime import dispatch
 ContextCtor = Callable[[], AbstractContextManager[Any]]
 
 
-def tracing_patcher(recompile_limit: int) -> Callable[[], Callable[[], None]]:
+def tracing_patcher(recompile_limit: int, whole: bool) -> Callable[[], Callable[[], None]]:
     """Return a function that sets how Dynamo traces in this thread and returns its undoing.
 
-    ``.item()`` and ``nonzero`` stay in the graph: what stands between two breaks on them would run
+    ``whole`` has it trace ``backward()``. ``.item()`` and ``nonzero`` stay in the graph: what stands between two breaks on them would run
     eagerly, in fp32.
     ``config.patch`` does the same at ten times the price, which each call of a step would pay.
     """
@@ -31,6 +31,7 @@ def tracing_patcher(recompile_limit: int) -> Callable[[], Callable[[], None]]:
         recompile_limit=recompile_limit,
         capture_scalar_outputs=True,
         capture_dynamic_output_shape_ops=True,
+        trace_autograd_ops=whole,
     )
     return patcher
 
@@ -77,6 +78,33 @@ def _make_unequal(wrapper: Any) -> None:
     """
     if hasattr(wrapper, "compiler_fn"):
         wrapper.compiler_fn = functools.partial(wrapper.compiler_fn)
+
+
+def current_frame() -> int | None:
+    """Return Dynamo's number of the function that is being traced, or None."""
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    return None if compile_id is None else compile_id.frame_id
+
+
+def is_tracing() -> bool:
+    """Whether Dynamo or a backend is at work in this thread."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def restart_tracing(reason: str) -> NoReturn:
+    """Have Dynamo trace the current function again from its start.
+
+    A backend may ask for it with this one exception only, whatever its name says.
+    """
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+
+    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
+
+
+def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo from tracing what a backend returned."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function)
+    return disabled
 
 
 def context_ctor_of(compiled: Any) -> Any:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from mpcompile.capture import dynamo_api
+import torch
+
+from mpcompile.capture import dynamo_api, dynamo_variables
 from mpcompile.capture.assignment import read_assignment
 from mpcompile.config import Config, is_disabled
 from mpcompile.graph.roles import GraphKind
 from mpcompile.inspection.report import StepReport
 from mpcompile.pipeline import build_manager
-from mpcompile.runtime import dispatch
+from mpcompile.runtime import dispatch, stand_ins
 from mpcompile.runtime.updates import Updates
 
 _local = threading.local()
@@ -62,10 +64,32 @@ class Session:
         self.report = StepReport(config)
         self.used_overrides: set[str] = set()
         self.assigned = read_assignment(config)
-        self.updates = Updates(config.cache_dir)
+        self.updates = Updates(config.cache_dir, self.manager.is_enabled("fuse-updates"))
         self._num_calls = 0
         self._num_prepared = 0
-        self._set_tracing = dynamo_api.tracing_patcher(config.max_recompiles)
+        self._whole = config.capture == "whole"
+        self._left_to_regions: set[int | None] = set()
+        self._set_tracing = dynamo_api.tracing_patcher(config.max_recompiles, self._whole)
+
+    def traces_whole(self) -> bool:
+        """Whether the function that is being traced may become one graph."""
+        if not self._whole or not dynamo_api.is_tracing():
+            return False
+        return dynamo_api.current_frame() not in self._left_to_regions
+
+    def leave_to_regions(self) -> None:
+        """Trace the current function in regions from now on."""
+        self._left_to_regions.add(dynamo_api.current_frame())
+
+    def handle_of(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return the handle of the update of ``optimizer``."""
+        return self.updates.of(optimizer).handle
+
+    def keep_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Rely on the list of parameters of ``optimizer``."""
+
+    def keep_unhooked(self, params: Sequence[torch.Tensor]) -> None:
+        """Rely on ``params`` having no hooks."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -86,8 +110,8 @@ class Session:
             self._finish_call(position)
 
     def _dispatching(self) -> AbstractContextManager[None]:
-        """Send ``Optimizer.step`` to the fused updates, or to the originals if they are off."""
-        if self.manager.is_enabled("fuse-updates"):
+        """Send ``Optimizer.step`` to the updates; in regions to the originals if fusing is off."""
+        if self._whole or self.manager.is_enabled("fuse-updates"):
             return dispatch.running(self.updates.run)
         return dispatch.suspended()
 
@@ -168,6 +192,16 @@ def build_context(kwargs: Mapping[str, Any]) -> dynamo_api.ContextCtor:
     """
     session = Session(Config.from_options(kwargs.get("options"), kwargs.get("mode")))
     return session.running
+
+
+def _whole_trace() -> Session | None:
+    """Return the session whose step is being traced whole in this thread, or None."""
+    session = current_session()
+    return session if session is not None and session.traces_whole() else None
+
+
+dynamo_variables.install(_whole_trace)
+stand_ins.install(lambda: _whole_trace() is not None)
 
 
 def session_of(compiled: Any) -> Session | None:

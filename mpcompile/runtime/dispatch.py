@@ -21,6 +21,8 @@ import torch
 from torch._C._dynamo import eval_frame
 from torch._dynamo.eval_frame import skip_code
 
+from mpcompile.runtime import stand_ins
+
 Step = Callable[..., Any]
 Runner = Callable[[torch.optim.Optimizer, Step], Any]
 """Updates the optimizer; the second argument is its own step, a function of the optimizer."""
@@ -81,6 +83,7 @@ def is_ours() -> bool:
 # function, a skipped one still sees whether compilation is on.
 skip_code(_runners.__code__)
 skip_code(is_ours.__code__)
+skip_code(stand_ins.is_traced_whole.__code__)
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]  # torch's
@@ -99,10 +102,25 @@ def dispatching(original: Step) -> Step:
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or not is_ours():
             return original(self, *args, **kwargs)
+        if stand_ins.update_in_graph(self, stand_ins.EPOCH):
+            return None
         return _run(self, original)
 
     step.is_mpcompile_dispatcher = True  # type: ignore[attr-defined]  # a mark on a function
     return step
+
+
+def _zero_grad_dispatching(stock: Callable[..., None]) -> Callable[..., None]:
+    """Return a ``zero_grad`` that Dynamo can trace; the stock one it may not enter."""
+
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        if stand_ins.is_traced_whole():
+            stand_ins.zero_grad(self, set_to_none)
+        else:
+            stock(self, set_to_none)
+
+    zero_grad.__doc__ = stock.__doc__
+    return zero_grad
 
 
 def install() -> None:
@@ -120,6 +138,8 @@ def install() -> None:
         torch.optim.Optimizer.profile_hook_step = staticmethod(  # type: ignore[method-assign]
             functools.wraps(wrap_step)(profile_hook_step)
         )
+        zero_grad = _zero_grad_dispatching(torch.optim.Optimizer.zero_grad)
+        torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         for cls in _subclasses(torch.optim.Optimizer):
             step = vars(cls).get("step")
             if getattr(step, "hooked", False):

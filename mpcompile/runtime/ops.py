@@ -1,4 +1,4 @@
-"""``mpcompile::update(handle, grads)``: the op that stands for an update in a graph.
+"""``mpcompile::update``: the op that stands for an update in a graph; clipping as ops.
 
 Parameters, state and hyperparameters are in a table behind the handle, so no graph, no guard and no
 compiler sees them. The handle is a hash of what the optimizer is, with a counter for equal ones: a
@@ -16,19 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpcompile.errors import CaptureError
-from mpcompile.runtime.grads import ClipNorm, ClipValue, GradPlan
+from mpcompile.runtime.grads import GradPlan
 from mpcompile.runtime.structure import SINGLE_TENSOR
 from mpcompile.runtime.tracing import step_code
 
 if TYPE_CHECKING:
-    from mpcompile.runtime.update import OptimizerUpdate
+    from mpcompile.runtime.update import OptimizerUpdate, Outcome
 
 _LIBRARY = torch.library.Library("mpcompile", "FRAGMENT")
-_LIBRARY.define("update(str handle, Tensor?[] grads) -> ()")
-_LIBRARY.define(
-    "update_clipped(str handle, Tensor?[] grads, str[] kinds, float[] bounds, float[] orders, "
-    "bool write) -> Tensor"
-)
+_LIBRARY.define("update(str handle, Tensor?[] grads, bool[] given) -> ()")
+_LIBRARY.define("clip_grad_norm_(Tensor(a!)[] grads, float max_norm, float norm_type) -> Tensor")
+_LIBRARY.define("clip_grad_value_(Tensor(a!)[] grads, float clip_value) -> ()")
 _updates: weakref.WeakValueDictionary[str, OptimizerUpdate] = weakref.WeakValueDictionary()
 
 
@@ -78,40 +76,62 @@ def find(handle: str) -> OptimizerUpdate:
     return update
 
 
-def _update(handle: str, grads: Sequence[torch.Tensor | None]) -> None:
-    """Run the update; an empty list of gradients means the parameters' ``.grad``."""
-    find(handle).run(list(grads) or None)
-
-
-def _update_clipped(
+def run_update(
     handle: str,
     grads: Sequence[torch.Tensor | None],
-    kinds: Sequence[str],
-    bounds: Sequence[float],
-    orders: Sequence[float],
-    write: bool,
-) -> torch.Tensor:
-    """Clip inside the update; return the last norm, or zero if none was taken.
+    given: Sequence[bool],
+    plan: GradPlan | None = None,
+) -> Outcome:
+    """Run the update behind ``handle``.
 
     Args:
         handle: whose update.
-        grads: as for ``update``.
-        kinds: what to do in order, ``norm`` or ``value``.
-        bounds: the largest norm or magnitude of each.
-        orders: the order of each norm.
-        write: leave the clipped gradients in ``grads``, because the user sees them.
+        grads: one for each parameter, in the order of the groups; None leaves a parameter out.
+        given: where False, the parameter's own ``.grad`` counts instead.
+        plan: what happens to the gradients first.
     """
-    clips = tuple(
-        ClipNorm(bound, order) if kind == "norm" else ClipValue(bound)
-        for kind, bound, order in zip(kinds, bounds, orders, strict=True)
-    )
-    outcome = find(handle).run(list(grads) or None, GradPlan(clips=clips, write=write))
-    return torch.zeros(()) if outcome.norm is None else outcome.norm
+    update = find(handle)
+    if not all(given):
+        own = [param.grad for group in update.optimizer.param_groups for param in group["params"]]
+        grads = [g if is_given else p for g, p, is_given in zip(grads, own, given, strict=True)]
+    return update.run(grads, plan)
+
+
+def _update(handle: str, grads: Sequence[torch.Tensor | None], given: Sequence[bool]) -> None:
+    run_update(handle, grads, given)
+
+
+def clip_grad_norm(
+    grads: Sequence[torch.Tensor], max_norm: float, norm_type: float
+) -> torch.Tensor:
+    """Clip ``grads`` in place as ``torch.nn.utils.clip_grad_norm_`` does; return their norm."""
+    with torch.no_grad():
+        total = torch.nn.utils.get_total_norm(grads, norm_type)
+        params = [_WithGrad(grad) for grad in grads]
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)  # type: ignore[arg-type]
+    return total
+
+
+def clip_grad_value(grads: Sequence[torch.Tensor], clip_value: float) -> None:
+    """Clip ``grads`` in place as ``torch.nn.utils.clip_grad_value_`` does."""
+    with torch.no_grad():
+        torch.nn.utils.clip_grad_value_([_WithGrad(grad) for grad in grads], clip_value)  # type: ignore[arg-type]
+
+
+class _WithGrad:
+    """Stands for a parameter where torch only reads ``.grad``."""
+
+    def __init__(self, grad: torch.Tensor) -> None:
+        self.grad = grad
 
 
 _LIBRARY.impl("update", _update, "CompositeExplicitAutograd")
-_LIBRARY.impl("update_clipped", _update_clipped, "CompositeExplicitAutograd")
-torch.library.register_fake("mpcompile::update", lambda handle, grads: None, lib=_LIBRARY)
+_LIBRARY.impl("clip_grad_norm_", clip_grad_norm, "CompositeExplicitAutograd")
+_LIBRARY.impl("clip_grad_value_", clip_grad_value, "CompositeExplicitAutograd")
+torch.library.register_fake("mpcompile::update", lambda handle, grads, given: None, lib=_LIBRARY)
 torch.library.register_fake(
-    "mpcompile::update_clipped", lambda *args: torch.empty(()), lib=_LIBRARY
+    "mpcompile::clip_grad_norm_",
+    lambda grads, max_norm, norm_type: torch.empty((), dtype=grads[0].dtype, device=grads[0].device),
+    lib=_LIBRARY,
 )
+torch.library.register_fake("mpcompile::clip_grad_value_", lambda grads, value: None, lib=_LIBRARY)

@@ -15,6 +15,7 @@ from mpcompile.runtime.record import UpdateRecord
 from mpcompile.runtime.update import AMP_NAMES, OptimizerUpdate
 
 _ATTRIBUTE = "_mpcompile_updates"
+NOT_FUSED = "fuse-updates is off: the optimizer's own step runs."
 
 
 class Updates:
@@ -23,8 +24,9 @@ class Updates:
     An update is kept by its optimizer, so that it goes when the optimizer goes.
     """
 
-    def __init__(self, cache_dir: Path | None = None) -> None:
+    def __init__(self, cache_dir: Path | None = None, fused: bool = True) -> None:
         self._cache_dir = cache_dir
+        self._fused = fused
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def of(
@@ -37,6 +39,8 @@ class Updates:
         update: OptimizerUpdate | None = kept.get(self)
         if update is None:
             update = kept[self] = OptimizerUpdate(optimizer, original, self._cache_dir)
+            if not self._fused:
+                update.reason = NOT_FUSED
             self._optimizers.add(optimizer)
             ops.register(update)
         return update

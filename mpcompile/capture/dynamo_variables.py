@@ -1,0 +1,310 @@
+"""Dynamo's variable trackers: how a step is traced whole where stock Dynamo breaks or drops it.
+
+Everything here is installed once and does what stock Dynamo does, except while a step of ours is
+traced whole in the same thread. What differs then:
+
+- an optimizer is a plain object: stock Dynamo makes parameters static once ``param_groups`` is
+  read, after which ``backward()`` finds no leaf and is silently left out;
+- ``Optimizer.step`` and gradient clipping become one op each (``runtime.ops``);
+- ``backward()`` breaks the graph, instead of doing nothing, where it finds no leaf, and where a
+  leaf has hooks, which a traced backward would not call;
+- a value that is returned although backward has consumed its graph is detached.
+
+Private torch API, seen in 2.11 to 2.14: ``trace_rules._allowed_callable_ids``;
+``TorchInGraphFunctionVariable._get_handlers``; ``TensorVariable._collect_backward_inputs`` and
+``_method_register_hook``; ``builder.OptimizerVariable`` and ``OptimizerSource``;
+``OutputGraph._validate_outputs_safe_for_autograd_nodes``; ``SideEffects.id_to_variable``,
+``is_modified`` and ``has_pending_mutation_of_attr``; ``exc.unimplemented``.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from mpcompile.runtime import stand_ins
+from mpcompile.runtime.update import AMP_NAMES
+
+
+class WholeTrace(Protocol):
+    """What tracing a step whole asks of the session whose step it is."""
+
+    def handle_of(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return the handle of the optimizer's update."""
+
+    def keep_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Rely on the list of parameters of ``optimizer`` until the graph expires."""
+
+    def keep_unhooked(self, params: Sequence[torch.Tensor]) -> None:
+        """Rely on ``params`` having no hooks until the graph expires."""
+
+
+Finder = Callable[[], WholeTrace | None]
+_find_trace: Finder = lambda: None  # noqa: E731  # replaced by install
+
+
+def install(find_trace: Finder) -> None:
+    """Install everything; ``find_trace`` returns whose step is being traced whole, or None."""
+    global _find_trace
+    _find_trace = find_trace
+    _install_optimizers()
+    _install_stand_ins()
+    _install_backward()
+
+
+def _install_optimizers() -> None:
+    from torch._dynamo.variables import builder
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    stock_source: Any = builder.OptimizerSource
+    stock_variable: Any = builder.OptimizerVariable
+
+    def optimizer_source(base: Any) -> Any:
+        return stock_source(base) if _find_trace() is None else base
+
+    def optimizer_variable(value: Any, **kwargs: Any) -> Any:
+        if _find_trace() is None:
+            return stock_variable(value, **kwargs)
+        kwargs.pop("mutation_type", None)  # set by those that have one for every such object
+        _enter_scheduled_step(value)
+        return UserDefinedObjectVariable(value, **kwargs)
+
+    builder.OptimizerSource = optimizer_source  # type: ignore[misc,assignment]
+    builder.OptimizerVariable = optimizer_variable  # type: ignore[misc,assignment]
+
+
+def _enter_scheduled_step(optimizer: torch.optim.Optimizer) -> None:
+    """Have Dynamo go through the wrapper that a learning-rate scheduler puts around ``step``.
+
+    It notes that ``step`` was called and calls it; its file is one that Dynamo never enters.
+    """
+    from torch._dynamo import trace_rules
+
+    wrapper = vars(optimizer).get("step")
+    if not getattr(wrapper, "_wrapped_by_lr_sched", False) or wrapper in _scheduled:
+        return
+    _scheduled.add(wrapper)
+    _handle(wrapper, functools.partial(_trace_scheduled, weakref.ref(wrapper)))
+    weakref.finalize(wrapper, trace_rules._allowed_callable_ids.remove, id(wrapper))
+
+
+_scheduled: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _trace_scheduled(
+    reference: weakref.ref[Any], self: Any, tx: Any, *args: Any, **kwargs: Any
+) -> Any:
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
+
+    wrapper = reference()
+    assert wrapper is not None, "Dynamo holds the function that it traces"
+    if _find_trace() is None or self.source is None:
+        reason = "the wrapper of a learning-rate scheduler"
+        skipped = SkipFunctionVariable(wrapper, reason=reason, source=self.source)
+        return skipped.call_function(tx, list(args), kwargs)
+    optimizer = VariableTracker.build(tx, _owner(wrapper), self.source.base)
+    note = [optimizer, *(VariableTracker.build(tx, item) for item in ("_opt_called", True))]
+    VariableTracker.build(tx, setattr).call_function(tx, note, {})
+    inner = UserFunctionVariable(wrapper.__wrapped__)
+    return inner.call_function(tx, [optimizer, *args], kwargs)
+
+
+def _owner(wrapper: Any) -> Any:
+    """Return the optimizer that ``wrapper`` belongs to."""
+    at = wrapper.__code__.co_freevars.index("opt_ref")
+    return wrapper.__closure__[at].cell_contents()
+
+
+def _install_stand_ins() -> None:
+    _handle(stand_ins.update_in_graph, _trace_update)
+    clips = {
+        torch.nn.utils.clip_grad_norm_: stand_ins.clip_grad_norm,
+        torch.nn.utils.clip_grad_value_: stand_ins.clip_grad_value,
+    }
+    for original, stand_in in clips.items():
+        _handle(original, functools.partial(_trace_clip, original, stand_in))
+
+
+def _handle(function: Any, handler: Callable[..., Any]) -> None:
+    """Have Dynamo call ``handler(variable, tx, *args, **kwargs)`` where it meets ``function``."""
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    trace_rules._allowed_callable_ids.add(id(function))
+    TorchInGraphFunctionVariable._get_handlers()[function] = handler
+
+
+def _trace_clip(original: Any, stand_in: Any, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """Inline the stand-in, or ``original`` where it does more than the stand-in can."""
+    from torch._dynamo.variables.functions import UserFunctionVariable
+
+    kwargs = dict(kwargs)
+    error_if_nonfinite = kwargs.get("error_if_nonfinite", args[3] if len(args) > 3 else None)
+    plain = error_if_nonfinite is None or not error_if_nonfinite.as_python_constant()
+    if _find_trace() is None or not plain:
+        return UserFunctionVariable(original, source=self.source).call_function(tx, args, kwargs)
+    for name in ("error_if_nonfinite", "foreach"):
+        kwargs.pop(name, None)
+    return UserFunctionVariable(stand_in).call_function(tx, list(args[:3]), kwargs)
+
+
+def _trace_update(self: Any, tx: Any, optimizer: Any, epoch: Any) -> Any:
+    """Put ``mpcompile::update`` into the graph if backward is in it too, and say so."""
+    from torch._dynamo.variables.constant import ConstantVariable
+
+    trace = _find_trace()
+    epoch.as_python_constant()
+    done = trace is not None and _emit_update(tx, optimizer.realize().value, trace)
+    return ConstantVariable.create(done)
+
+
+def _emit_update(tx: Any, optimizer: torch.optim.Optimizer, trace: WholeTrace) -> bool:
+    """Emit the update with those gradients that the graph has written.
+
+    Declines if there are none, and if the step has changed what the optimizer will read: Python
+    sees such changes after the graph only.
+    """
+    effects = tx.output.side_effects
+    if _is_changed(effects, optimizer):
+        return False
+    grads: list[Any] = []
+    given: list[bool] = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            variable = effects.id_to_variable.get(id(param))
+            written = variable is not None and _writes_grad(effects, variable)
+            given.append(written)
+            grads.append(_grad_proxy(tx, variable) if written else None)
+    if all(grad is None for grad in grads):
+        return False
+    trace.keep_parameters(optimizer)
+    tx.output.create_proxy(
+        "call_function",
+        torch.ops.mpcompile.update.default,
+        (trace.handle_of(optimizer), grads, given),
+        {},
+    )
+    return True
+
+
+def _writes_grad(effects: Any, variable: Any) -> bool:
+    return bool(effects.has_pending_mutation_of_attr(variable, "grad"))
+
+
+def _grad_proxy(tx: Any, variable: Any) -> Any:
+    from torch._dynamo.variables.base import VariableTracker
+
+    args = [variable, VariableTracker.build(tx, "grad")]
+    grad = VariableTracker.build(tx, getattr).call_function(tx, args, {})
+    return None if grad.is_python_constant() else grad.as_proxy()
+
+
+def _is_changed(effects: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the traced code has written to the groups or the state of ``optimizer``."""
+    containers: list[object] = [optimizer.param_groups, optimizer.state]
+    for group in optimizer.param_groups:
+        containers += [group, group["params"], group.get("betas")]
+    known = [effects.id_to_variable.get(id(item)) for item in containers]
+    if any(item is not None and effects.is_modified(item) for item in known):
+        return True
+    owner = effects.id_to_variable.get(id(optimizer))
+    names = ("param_groups", "state", "defaults", *AMP_NAMES)
+    return owner is not None and any(
+        effects.has_pending_mutation_of_attr(owner, name) for name in names
+    )
+
+
+def _install_backward() -> None:
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    collect: Any = TensorVariable._collect_backward_inputs
+    register_hook: Any = TensorVariable._method_register_hook
+    validate: Any = OutputGraph._validate_outputs_safe_for_autograd_nodes
+
+    def collect_backward_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = collect(self, *args, **kwargs)
+        trace = _find_trace()
+        if trace is not None:
+            _check_leaves(trace, found or ())
+        return found
+
+    def method_register_hook(self: Any, tx: Any, name: str, hook: Any) -> Any:
+        if _find_trace() is not None and self.source:
+            _break("a hook is registered on a parameter or an input", f"Tensor.{name}")
+        return register_hook(self, tx, name, hook)
+
+    def pending_grad(lookup: Any) -> Any:
+        def read(self: Any, tx: Any, name: Any) -> Any:
+            effects = tx.output.side_effects
+            if name == "grad" and effects.has_pending_mutation_of_attr(self, "grad"):
+                return effects.load_attr(self, "grad")
+            return lookup(self, tx, name)
+
+        return read
+
+    def validate_outputs(self: Any, rv: list[Any], tx: Any) -> None:
+        if _find_trace() is not None:
+            _detach_consumed(self, rv, tx)
+        validate(self, rv, tx)
+
+    for lookup in ("var_getattr", "tp_getattro_impl"):
+        if lookup in vars(TensorVariable):
+            setattr(TensorVariable, lookup, pending_grad(getattr(TensorVariable, lookup)))
+    TensorVariable._collect_backward_inputs = collect_backward_inputs  # type: ignore[method-assign]
+    TensorVariable._method_register_hook = method_register_hook  # type: ignore[method-assign]
+    OutputGraph._validate_outputs_safe_for_autograd_nodes = validate_outputs  # type: ignore[method-assign]
+
+
+def _check_leaves(trace: WholeTrace, leaves: Iterable[Any]) -> None:
+    """Break the graph at ``backward()`` unless it can be traced truly."""
+    tensors = [_real(leaf) for leaf in leaves]
+    if not tensors:
+        _break("backward() meets no parameter in this graph; they lie behind a break", "backward")
+    if any(t is not None and _has_hooks(t) for t in tensors):
+        _break("a parameter has gradient hooks, which a traced backward would not call", "backward")
+    trace.keep_unhooked([t for t in tensors if t is not None])
+
+
+def _real(variable: Any) -> torch.Tensor | None:
+    """Return the real tensor behind a graph input; a leaf made in the graph has none."""
+    example = getattr(variable.as_proxy().node.meta.get("grapharg"), "example", None)
+    return example if isinstance(example, torch.Tensor) else None
+
+
+def _has_hooks(tensor: torch.Tensor) -> bool:
+    return bool(tensor._backward_hooks) or bool(
+        getattr(tensor, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def _detach_consumed(graph: Any, outputs: list[Any], tx: Any) -> None:
+    """Detach outputs whose graph a traced backward has used up; eager cannot go back either."""
+    from torch._dynamo.output_graph import collect_reachable_grad_fns
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    consumed = graph.autograd_grad_consumed_grad_fns
+    for index, variable in enumerate(outputs if consumed else ()):
+        if not isinstance(variable, TensorVariable) or not variable.requires_grad:
+            continue
+        fake = variable.as_proxy().node.meta.get("example_value")
+        if getattr(fake, "grad_fn", None) is None:
+            continue
+        if collect_reachable_grad_fns([(fake, None)]) & consumed:
+            outputs[index] = variable.call_method(tx, "detach", [], {})
+
+
+def _break(reason: str, context: str) -> None:
+    from torch._dynamo.exc import unimplemented
+
+    unimplemented(
+        gb_type=f"mpcompile: {reason}",
+        context=context,
+        explanation="The rest of the step is compiled in regions.",
+        hints=[],
+    )

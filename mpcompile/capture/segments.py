@@ -1,0 +1,202 @@
+"""Split Dynamo's graph at the ops that stand for updates and clipping.
+
+What lies between two such ops is a segment, lowered by itself: no compiler sees an optimizer's
+state, and what reads a parameter after its update is in a later segment by construction. In each
+segment the switches of grad mode balance, and a value that leaves one is detached, or AOTAutograd
+would differentiate the segment a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+SET_GRAD_MODE = torch._C._set_grad_enabled
+_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_DETACH = "detach"
+
+
+class NotSplittableError(Exception):
+    """The graph cannot be cut at its updates; the text says why."""
+
+
+@dataclass(frozen=True)
+class UpdateCall:
+    """``mpcompile::update`` in a graph."""
+
+    node: Node
+    handle: str
+    grads: tuple[Node | None, ...]
+    given: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class ClipCall:
+    """``mpcompile::clip_grad_norm_`` or ``clip_grad_value_`` in a graph."""
+
+    node: Node
+    grads: tuple[Node, ...]
+    bound: Any
+    order: float | None = None
+    """The order of the norm, or None for values."""
+
+
+@dataclass
+class Segment:
+    """A part of the graph that is lowered by itself.
+
+    Attributes:
+        gm: the part. Its placeholders stand for ``inputs``, its outputs for ``outputs``.
+        inputs: nodes of the whole graph, computed before or handed in.
+        outputs: nodes of the whole graph that are read later.
+    """
+
+    gm: GraphModule
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+
+Part = Segment | UpdateCall | ClipCall
+
+
+def has_calls(gm: GraphModule) -> bool:
+    """Whether ``gm`` holds an update or clips gradients."""
+    return any(_is_call(node) for node in gm.graph.nodes)
+
+
+def _is_call(node: Node) -> bool:
+    return node.op == "call_function" and node.target in _calls()
+
+
+def _calls() -> tuple[Any, ...]:
+    ops = torch.ops.mpcompile
+    return (ops.update.default, *_clips())
+
+
+def _clips() -> tuple[Any, ...]:
+    ops = torch.ops.mpcompile
+    return (ops.clip_grad_norm_, ops.clip_grad_norm_.default, ops.clip_grad_value_,
+            ops.clip_grad_value_.default)  # fmt: skip
+
+
+def split(gm: GraphModule) -> list[Part]:
+    """Return the parts of ``gm`` in order.
+
+    Raises:
+        NotSplittableError: a backward, or an autocast region, spans an update.
+    """
+    parts: list[Part] = []
+    block = _Block()
+    grad_mode = torch.is_grad_enabled()
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if _is_call(node):
+            _flush(gm, block, parts, grad_mode)
+            parts.append(_read_call(node))
+            grad_mode, block = block.mode_after(grad_mode), _Block()
+        else:
+            block.nodes.append(node)
+    _flush(gm, block, parts, grad_mode)
+    _check_backward(parts)
+    return parts
+
+
+@dataclass
+class _Block:
+    """The nodes between two calls."""
+
+    nodes: list[Node] = field(default_factory=list)
+
+    def mode_after(self, before: bool) -> bool:
+        """Return grad mode at the end."""
+        modes = [bool(node.args[0]) for node in self.nodes if node.target is SET_GRAD_MODE]
+        return modes[-1] if modes else before
+
+    def computes(self) -> bool:
+        return any(node.target is not SET_GRAD_MODE for node in self.nodes)
+
+
+def _read_call(node: Node) -> UpdateCall | ClipCall:
+    args: tuple[Any, ...] = node.args
+    if node.target is torch.ops.mpcompile.update.default:
+        return UpdateCall(node, args[0], tuple(args[1]), tuple(args[2]))
+    order = float(args[2]) if len(args) > 2 else None
+    return ClipCall(node, tuple(args[0]), args[1], order)
+
+
+def _flush(gm: GraphModule, block: _Block, parts: list[Part], mode: bool) -> None:
+    """Make a segment of ``block``, which starts in grad mode ``mode``."""
+    if not block.computes():
+        return
+    mine = set(block.nodes)
+    _check_autocast(block.nodes)
+    inputs = tuple(dict.fromkeys(a for n in block.nodes for a in n.all_input_nodes if a not in mine))
+    outputs = tuple(n for n in block.nodes if any(user not in mine for user in n.users))
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    ambient = torch.is_grad_enabled()
+    if mode != ambient:
+        graph.call_function(SET_GRAD_MODE, (mode,))
+    for node in block.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    if block.mode_after(mode) != ambient:
+        graph.call_function(SET_GRAD_MODE, (ambient,))
+    graph.output(tuple(_detached(graph, copies[node]) for node in outputs))
+    part = GraphModule(gm, graph)
+    part.meta = {key: value for key, value in gm.meta.items() if key != "dynamo_compile_id"}
+    parts.append(Segment(part, inputs, outputs))
+
+
+def _detached(graph: Graph, node: Node) -> Node:
+    value = node.meta.get("example_value")
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return node
+    made = graph.call_method(_DETACH, (node,))
+    made.meta = {**node.meta, "example_value": value.detach()}
+    return made
+
+
+def _check_autocast(block: Sequence[Node]) -> None:
+    entered = [node for node in block if node.target is _ENTER]
+    left = [node.args[0] for node in block if node.target is _EXIT]
+    if set(entered) != set(left):
+        raise NotSplittableError("the optimizer's step lies inside an autocast region")
+
+
+def _check_backward(parts: Sequence[Part]) -> None:
+    """Refuse a backward in one segment that must go on in an earlier one."""
+    for part in parts:
+        if isinstance(part, Segment) and any(_goes_back(part)):
+            raise NotSplittableError(
+                "a backward after an update goes through values from before the update"
+            )
+
+
+def _goes_back(segment: Segment) -> Iterator[bool]:
+    """Yield, for each ``autograd.grad`` of ``segment``, whether it needs an earlier segment."""
+    placeholders = segment.gm.graph.find_nodes(op="placeholder")
+    crossing = {node for node in placeholders if _has_history(node)}
+    for node in segment.gm.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.target is torch.autograd.grad:
+            yield any(arg in crossing for arg in node.all_input_nodes)
+        value = node.meta.get("example_value")
+        if isinstance(value, Tensor) and not value.requires_grad:
+            continue
+        if any(arg in crossing for arg in node.all_input_nodes):
+            crossing.add(node)
+
+
+def _has_history(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, Tensor) and value.requires_grad and value.grad_fn is not None
