@@ -2,7 +2,8 @@
 
 f16 -> f32 -> f16 is exact, as every 16-bit float is a float32: dropped. f32 -> f16 -> f32 rounds:
 kept. A narrowing cast behind data movement moves in front of it, where the casts of all views of a
-weight, forward and backward, become one; equal casts are merged.
+weight, forward and backward, become one; equal casts are merged. A gradient that only an update
+reads needs no widening: the update reads 16 bits and computes in fp32.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import ClassVar
 from torch.fx import Graph, GraphModule, Node
 
 from mpcompile.graph import nodes
+from mpcompile.graph.gradients import private_outputs
 from mpcompile.pass_base import GraphPass, PassContext, Stage
 
 _FULL_VIEWS = frozenset(
@@ -41,7 +43,7 @@ class FoldCasts(GraphPass):
         count = 0
         while folded := _fold_once(gm.graph):  # a merge may leave a view with one reader
             count += folded
-        return count
+        return count + _drop_private_widenings(gm.graph)
 
 
 def _fold_once(graph: Graph) -> int:
@@ -119,3 +121,22 @@ def _merge_equal(graph: Graph) -> int:
             merged.append(node)
     nodes.erase_dead(graph, merged)
     return len(merged)
+
+
+def _drop_private_widenings(graph: Graph) -> int:
+    """Hand 16-bit gradients to the update as they are."""
+    output = graph.output_node()
+    private = private_outputs(graph)
+    (values,) = output.args
+    assert isinstance(values, (tuple, list))
+    kept, folded = list(values), list[Node]()
+    for index in private:
+        node = kept[index]
+        if isinstance(node, Node) and nodes.is_cast(node) and nodes.is_f32(node):
+            (source,) = nodes.input_nodes(node)
+            if nodes.is_half(source) and nodes.has_same_strides(*map(nodes.value, (source, node))):
+                kept[index] = source
+                folded.append(node)
+    output.args = (tuple(kept),)
+    nodes.erase_dead(graph, folded)
+    return len(folded)

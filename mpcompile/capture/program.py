@@ -1,14 +1,13 @@
 """Run the parts of a step one after the other: compiled segments, updates, clipping.
 
-A value is dropped after the part that reads it last, so gradients die at the update. Clipping that
-nothing but the next update sees happens inside the update.
+A value is dropped after the part that reads it last, so gradients die at the update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -44,7 +43,7 @@ def build_program(
     placeholders = gm.graph.find_nodes(op="placeholder")
     slots = _Slots({node: index for index, node in enumerate(gm.graph.nodes)})
     (result,) = gm.graph.output_node().args
-    steps = _merge_clips(parts, compiled, gm)
+    steps = [_step_of(*item) for item in zip(parts, compiled, strict=True)]
     actions = [action(slots) for action, _ in steps]
     dead = _last_reads([reads for _, reads in steps], result, slots)
     size, num_inputs = len(slots.of), len(placeholders)
@@ -65,53 +64,14 @@ def build_program(
 Step = tuple[Callable[[_Slots], Action], Sequence[Node]]
 
 
-def _merge_clips(
-    parts: Sequence[Part], compiled: Sequence[Callable[..., Any] | None], gm: GraphModule
-) -> list[Step]:
-    """Turn parts into steps; clips that only the update behind them sees go into the update."""
-    steps: list[Step] = []
-    waiting: list[ClipCall] = []
-    for index, (part, function) in enumerate(zip(parts, compiled, strict=True)):
-        if isinstance(part, ClipCall):
-            if _is_private(part, parts[index + 1 :]):
-                waiting.append(part)
-            else:
-                steps.append((_clip_step(part), part.grads))
-        elif isinstance(part, UpdateCall):
-            reads = [grad for grad in part.grads if grad is not None]
-            steps.append((_update_step(part, waiting), reads))
-            waiting = []
-        else:
-            assert function is not None
-            steps.append((_segment_step(part, function), part.inputs))
-    return steps
-
-
-def _is_private(clip: ClipCall, later: Sequence[Part]) -> bool:
-    """Whether the gradients of ``clip`` are seen by nothing but the update that follows at once."""
-    update = next((part for part in later if not isinstance(part, ClipCall)), None)
-    if not isinstance(update, UpdateCall):
-        return False
-    between = later[: list(later).index(update)]
-    if clip.order is not None and any(p.order is not None for p in between if _is_clip(p)):
-        return False  # an update tells of one norm only
-    if any(set(part.grads) != set(clip.grads) for part in between if _is_clip(part)):
-        return False
-    if {grad for grad in update.grads if grad is not None} != set(clip.grads):
-        return False
-    allowed = {clip.node, update.node, *(p.node for p in between if _is_clip(p))}
-    return all(set(_readers_after(grad, clip.node)) <= allowed for grad in clip.grads)
-
-
-def _is_clip(part: Part) -> TypeGuard[ClipCall]:
-    return isinstance(part, ClipCall)
-
-
-def _readers_after(grad: Node, call: Node) -> list[Node]:
-    """Return what reads ``grad`` from ``call`` on; a graph input is seen by the user as well."""
-    order = {node: index for index, node in enumerate(grad.graph.nodes)}
-    readers = [user for user in grad.users if order[user] >= order[call]]
-    return [*readers, grad] if grad.op == "placeholder" else readers
+def _step_of(part: Part, function: Callable[..., Any] | None) -> Step:
+    """Return what builds the action of ``part``, and the values that it reads."""
+    if isinstance(part, ClipCall):
+        return _clip_step(part), part.grads
+    if isinstance(part, UpdateCall):
+        return _update_step(part), [grad for grad in part.grads if grad is not None]
+    assert function is not None, "segments are compiled"
+    return _segment_step(part, function), part.inputs
 
 
 def _segment_step(segment: Segment, function: Callable[..., Any]) -> Callable[[_Slots], Action]:
@@ -155,25 +115,17 @@ def _reader(value: Any, slots: _Slots) -> Callable[[Env], float]:
     return lambda env: number
 
 
-def _update_step(update: UpdateCall, clips: Sequence[ClipCall]) -> Callable[[_Slots], Action]:
-    merged = tuple(clips)
+def _update_step(update: UpdateCall) -> Callable[[_Slots], Action]:
+    clips = update.clips
 
     def bind(slots: _Slots) -> Action:
         grads = slots.many(update.grads)
-        bounds = [_reader(clip.bound, slots) for clip in merged]
-        norms = [slots.of[clip.node] for clip in merged if clip.order is not None]
+        bounds = [_reader(clip.bound, slots) for clip in clips]
+        norms = [slots.of[clip.node] for clip in clips if clip.order is not None]
 
         def run(env: Env) -> None:
-            plan = None
-            if merged:
-                plan = GradPlan(
-                    clips=tuple(
-                        ClipValue(bound(env))
-                        if clip.order is None
-                        else ClipNorm(bound(env), clip.order)
-                        for clip, bound in zip(merged, bounds, strict=True)
-                    )
-                )
+            bound = [read(env) for read in bounds]
+            plan = GradPlan(clips=tuple(map(_planned, clips, bound))) if clips else None
             mine = [None if slot is None else env[slot] for slot in grads]
             outcome = ops.run_update(update.handle, mine, update.given, plan)
             for slot in norms:
@@ -182,6 +134,10 @@ def _update_step(update: UpdateCall, clips: Sequence[ClipCall]) -> Callable[[_Sl
         return run
 
     return bind
+
+
+def _planned(clip: ClipCall, bound: float) -> ClipNorm | ClipValue:
+    return ClipValue(bound) if clip.order is None else ClipNorm(bound, clip.order)
 
 
 def _last_reads(

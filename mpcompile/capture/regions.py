@@ -6,7 +6,7 @@ graph that clips, the optimizer's update, and small change such as ``loss.detach
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 import mpcompile
 from mpcompile.capture import dynamo_api, graph_inputs
 from mpcompile.capture.session import Session
+from mpcompile.graph import gradients
 from mpcompile.graph.printer import format_graph
 from mpcompile.graph.roles import GraphKind, InputRole, find_roles
 from mpcompile.inspection.dump import dump_region
@@ -26,8 +27,19 @@ from mpcompile.lowering.source_hash import source_hash
 from mpcompile.pass_base import PassContext, Stage
 
 
-def compile_region(gm: GraphModule, inputs: Sequence[Any], session: Session) -> Compiled:
+def compile_region(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    session: Session,
+    private: Collection[int] = (),
+) -> Compiled:
     """Compile Dynamo's graph ``gm`` for the step of ``session``.
+
+    Args:
+        gm: the graph, or a segment of one.
+        inputs: its inputs, fake or real.
+        session: whose step it is.
+        private: positions of outputs that only the runtime reads.
 
     Raises:
         CaptureError: an input cannot be handled.
@@ -39,7 +51,7 @@ def compile_region(gm: GraphModule, inputs: Sequence[Any], session: Session) -> 
     region = _begin_report(gm, session)
     ctx = _context(session, region.index)
     region.add_passes(session.manager.run(Stage.DYNAMO, gm, ctx))
-    return lower(gm, inputs, session.config, RegionRewriter(session, region, roles, ctx))
+    return lower(gm, inputs, session.config, RegionRewriter(session, region, roles, ctx, private))
 
 
 def _begin_report(gm: GraphModule, session: Session) -> RegionReport:
@@ -73,7 +85,9 @@ class RegionRewriter:
         region: RegionReport,
         input_roles: Sequence[InputRole],
         ctx: PassContext,
+        private: Collection[int] = (),
     ) -> None:
+        self._private = private
         self._manager = session.manager
         self._dtype = session.config.dtype
         self._region = region
@@ -90,6 +104,8 @@ class RegionRewriter:
 
     def rewrite(self, gm: GraphModule) -> None:
         """Run the ATen passes on a joint or inference graph, in place."""
+        gradients.mark_private(gm.graph, self._private)
+        gradients.drop_copies(gm.graph)
         roles = find_roles(gm.graph, self._input_roles)
         self._ctx.roles = roles
         region = self._region

@@ -8,8 +8,9 @@ would differentiate the segment a second time.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,16 +27,6 @@ class NotSplittableError(Exception):
 
 
 @dataclass(frozen=True)
-class UpdateCall:
-    """``mpcompile::update`` in a graph."""
-
-    node: Node
-    handle: str
-    grads: tuple[Node | None, ...]
-    given: tuple[bool, ...]
-
-
-@dataclass(frozen=True)
 class ClipCall:
     """``mpcompile::clip_grad_norm_`` or ``clip_grad_value_`` in a graph."""
 
@@ -46,6 +37,25 @@ class ClipCall:
     """The order of the norm, or None for values."""
 
 
+@dataclass(frozen=True)
+class UpdateCall:
+    """``mpcompile::update`` in a graph.
+
+    Attributes:
+        node: the call.
+        handle: whose update.
+        grads: one for each parameter, in the order of the groups.
+        given: where False, the parameter's own ``.grad`` counts instead.
+        clips: clipping that happens inside the update, because nothing else sees its result.
+    """
+
+    node: Node
+    handle: str
+    grads: tuple[Node | None, ...]
+    given: tuple[bool, ...]
+    clips: tuple[ClipCall, ...] = ()
+
+
 @dataclass
 class Segment:
     """A part of the graph that is lowered by itself.
@@ -54,11 +64,13 @@ class Segment:
         gm: the part. Its placeholders stand for ``inputs``, its outputs for ``outputs``.
         inputs: nodes of the whole graph, computed before or handed in.
         outputs: nodes of the whole graph that are read later.
+        nodes: its nodes in the whole graph.
     """
 
     gm: GraphModule
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
+    nodes: frozenset[Node]
 
 
 Part = Segment | UpdateCall | ClipCall
@@ -104,7 +116,7 @@ def split(gm: GraphModule) -> list[Part]:
             block.nodes.append(node)
     _flush(gm, block, parts, grad_mode)
     _check_backward(parts)
-    return parts
+    return _merge_clips(parts)
 
 
 @dataclass
@@ -153,7 +165,7 @@ def _flush(gm: GraphModule, block: _Block, parts: list[Part], mode: bool) -> Non
     graph.output(tuple(_detached(graph, copies[node]) for node in outputs))
     part = GraphModule(gm, graph)
     part.meta = {key: value for key, value in gm.meta.items() if key != "dynamo_compile_id"}
-    parts.append(Segment(part, inputs, outputs))
+    parts.append(Segment(part, inputs, outputs, frozenset(mine)))
 
 
 def _detached(graph: Graph, node: Node) -> Node:
@@ -200,3 +212,47 @@ def _goes_back(segment: Segment) -> Iterator[bool]:
 def _has_history(node: Node) -> bool:
     value = node.meta.get("example_value")
     return isinstance(value, Tensor) and value.requires_grad and value.grad_fn is not None
+
+
+def _merge_clips(parts: Sequence[Part]) -> list[Part]:
+    """Move clips whose result only the next update sees into that update."""
+    merged: list[Part] = []
+    waiting: list[ClipCall] = []
+    for index, part in enumerate(parts):
+        if isinstance(part, ClipCall) and _is_private(part, parts[index + 1 :]):
+            waiting.append(part)
+        elif isinstance(part, UpdateCall):
+            merged.append(replace(part, clips=tuple(waiting)))
+            waiting = []
+        else:
+            merged.append(part)
+    return merged
+
+
+def _is_private(clip: ClipCall, later: Sequence[Part]) -> bool:
+    """Whether the gradients of ``clip`` are seen by nothing but the update that follows at once."""
+    between = list(itertools.takewhile(lambda part: isinstance(part, ClipCall), later))
+    update = later[len(between)] if len(between) < len(later) else None
+    if not isinstance(update, UpdateCall):
+        return False
+    clips = [part for part in (clip, *between) if isinstance(part, ClipCall)]
+    if clip.order is not None and any(other.order is not None for other in clips[1:]):
+        return False  # an update tells of one norm only
+    mine = set(clip.grads)
+    if any(set(other.grads) != mine for other in clips) or mine != set(update.grads) - {None}:
+        return False
+    allowed = {update.node, *(other.node for other in clips)}
+    return all(set(_readers_after(grad, clip.node)) <= allowed for grad in clip.grads)
+
+
+def _readers_after(grad: Node, call: Node) -> list[Node]:
+    """Return what reads ``grad`` from ``call`` on; a graph input is seen by the user as well."""
+    order = {node: index for index, node in enumerate(grad.graph.nodes)}
+    readers = [user for user in grad.users if order[user] >= order[call]]
+    return [*readers, grad] if grad.op == "placeholder" else readers
+
+
+def is_trivial(segment: Segment) -> bool:
+    """Whether ``segment`` only detaches values: nothing to compile."""
+    calls = [n for n in segment.gm.graph.nodes if n.op not in ("placeholder", "output")]
+    return all(node.op == "call_method" and node.target == _DETACH for node in calls)

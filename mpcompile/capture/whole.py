@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -10,7 +10,15 @@ from torch.fx import GraphModule
 from mpcompile.capture import dynamo_api
 from mpcompile.capture.program import build_program
 from mpcompile.capture.regions import compile_region
-from mpcompile.capture.segments import NotSplittableError, Segment, has_calls, split
+from mpcompile.capture.segments import (
+    NotSplittableError,
+    Part,
+    Segment,
+    UpdateCall,
+    has_calls,
+    is_trivial,
+    split,
+)
 from mpcompile.capture.session import Session
 from mpcompile.lowering import Compiled
 
@@ -30,13 +38,30 @@ def compile_graph(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
         session.report.add_break(f"not captured whole: {error}", "")
         session.leave_to_regions()
         dynamo_api.restart_tracing(str(error))
-    compiled: list[Callable[..., Any] | None] = [
-        compile_region(part.gm, _example_values(part), session)
-        if isinstance(part, Segment)
-        else None
+    compiled = [
+        _compile_segment(part, parts, session) if isinstance(part, Segment) else None
         for part in parts
     ]
     return dynamo_api.without_dynamo(build_program(gm, parts, compiled))
+
+
+def _compile_segment(segment: Segment, parts: Sequence[Part], session: Session) -> Compiled:
+    """Compile ``segment``; one that only renames values runs as it stands."""
+    if is_trivial(segment):
+        return segment.gm.forward
+    private = _private_outputs(segment, parts)
+    return compile_region(segment.gm, _example_values(segment), session, private)
+
+
+def _private_outputs(segment: Segment, parts: Sequence[Part]) -> list[int]:
+    """Return the positions of outputs that only updates and clips inside updates read."""
+    updates = [part for part in parts if isinstance(part, UpdateCall)]
+    runtime = {call.node for update in updates for call in (update, *update.clips)}
+    return [
+        position
+        for position, node in enumerate(segment.outputs)
+        if {user for user in node.users if user not in segment.nodes} <= runtime
+    ]
 
 
 def _example_values(segment: Segment) -> list[Any]:

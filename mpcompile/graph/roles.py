@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from torch.nn import Parameter
 
 from mpcompile.graph import nodes
+from mpcompile.graph.gradients import private_outputs
 
 
 class InputRole(enum.Enum):
@@ -87,9 +88,11 @@ def find_roles(graph: Graph, input_roles: Sequence[InputRole]) -> Roles:
         if node.op in ("placeholder", "get_attr")
     }
     mutated = frozenset(_mutated_inputs(graph))
-    tangents = any(role is InputRole.TANGENT for role in inputs.values())
+    has_backward = any(role is InputRole.TANGENT for role in inputs.values()) or any(
+        nodes.is_backward(node) for node in graph.nodes
+    )
     return Roles(
-        kind=_kind(inputs, mutated, tangents),
+        kind=_kind(inputs, mutated, has_backward),
         inputs=inputs,
         outputs=tuple(_output_roles(graph)),
         mutated=mutated,
@@ -121,13 +124,13 @@ def _mutated_inputs(graph: Graph) -> Iterator[Node]:
                     yield node
 
 
-def _kind(inputs: dict[Node, InputRole], mutated: frozenset[Node], has_tangents: bool) -> GraphKind:
+def _kind(inputs: dict[Node, InputRole], mutated: frozenset[Node], has_backward: bool) -> GraphKind:
     """A graph without backward that writes to anything but a module's buffers is an update.
 
     That is an optimizer, a clip that scales gradients in place, an average of weights; their
     arithmetic stays fp32. Batch normalisation in training mode writes to buffers only.
     """
-    if has_tangents:
+    if has_backward:
         return GraphKind.TRAINING
     if any(inputs[node] is not InputRole.BUFFER for node in mutated):
         return GraphKind.UPDATE
@@ -164,8 +167,9 @@ def is_visible_reader(node: Node) -> bool:
 def visible_values(graph: Graph) -> list[tuple[str, Node]]:
     """Return what the user can see of a graph: its outputs and what it writes into its inputs.
 
-    Each comes with a name for messages.
+    Each comes with a name for messages. Outputs that only the runtime reads are left out.
     """
+    private = private_outputs(graph)
     seen: list[tuple[str, Node]] = []
     for reader in graph.nodes:
         if reader.op == "output":
@@ -173,7 +177,7 @@ def visible_values(graph: Graph) -> list[tuple[str, Node]]:
             seen += [
                 (f"output {index}", node)
                 for index, node in enumerate(outputs)
-                if isinstance(node, Node)
+                if isinstance(node, Node) and index not in private
             ]
         elif (target := _written_input(reader)) is not None:
             source = reader.args[1]

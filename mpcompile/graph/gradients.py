@@ -1,0 +1,92 @@
+"""Gradients in the graph of a whole step: which outputs only the update reads, and their copies.
+
+Dynamo gives every new gradient a tensor of its own (``empty_like`` and ``copy``), since a gradient
+may be a view, or be the gradient of several parameters. Where it is neither, the copy goes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from mpcompile.graph import nodes
+
+_PRIVATE = "mpcompile_private"
+
+
+def mark_private(graph: Graph, positions: Collection[int]) -> None:
+    """Note that only the runtime sees the outputs at ``positions`` of the traced function."""
+    output = graph.output_node()
+    descs = output.meta.get("desc") or ()
+    output.meta[_PRIVATE] = frozenset(
+        index
+        for index, desc in enumerate(descs)
+        if isinstance(desc, PlainAOTOutput) and desc.idx in positions
+    )
+
+
+def private_outputs(graph: Graph) -> frozenset[int]:
+    """Return the positions of outputs that only the runtime sees: any float dtype will do."""
+    found: frozenset[int] = graph.output_node().meta.get(_PRIVATE, frozenset())
+    return found
+
+
+def drop_copies(graph: Graph) -> int:
+    """Return gradients themselves where their copy has the same type; return how many."""
+    (outputs,) = graph.output_node().args
+    assert isinstance(outputs, (tuple, list))
+    copies = [node for node in dict.fromkeys(outputs) if _is_new_copy(node)]
+    roots = Counter(_root(_copied(node) if node in copies else node) for node in outputs if node)
+    dropped = []
+    for node in copies:
+        source = _copied(node)
+        root = _root(source)
+        if roots[root] == 1 and root.op == "call_function" and _has_type_of(source, node):
+            node.replace_all_uses_with(source)
+            dropped.append(node)
+    nodes.erase_dead(graph, dropped)
+    return len(dropped)
+
+
+def _is_new_copy(node: Any) -> bool:
+    if not isinstance(node, Node) or node.target is not torch.ops.aten.copy.default:
+        return False
+    target = node.args[0]
+    return isinstance(target, Node) and target.target is torch.ops.aten.empty_like.default
+
+
+def _copied(node: Node) -> Node:
+    source = node.args[1]
+    assert isinstance(source, Node)
+    return source
+
+
+def _root(node: Node) -> Node:
+    """Return the node whose memory ``node`` shows."""
+    while node.op == "call_function" and (nodes.is_getitem(node) or _is_view(node)):
+        source = node.args[0]
+        if not isinstance(source, Node) or (nodes.is_getitem(node) and not _is_view(source)):
+            break
+        node = source
+    return node
+
+
+def _is_view(node: Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return False
+    infos = [result.alias_info for result in node.target._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def _has_type_of(node: Node, other: Node) -> bool:
+    ours, theirs = nodes.value(node), nodes.value(other)
+    if not isinstance(ours, Tensor) or ours.layout is not torch.strided:
+        return False
+    return ours.dtype is theirs.dtype and nodes.has_same_strides(ours, theirs)
