@@ -242,14 +242,10 @@ def _is_private(clip: ClipCall, later: Sequence[Part]) -> bool:
     if any(set(other.grads) != mine for other in clips) or mine != set(update.grads) - {None}:
         return False
     allowed = {update.node, *(other.node for other in clips)}
-    return all(set(_readers_after(grad, clip.node)) <= allowed for grad in clip.grads)
-
-
-def _readers_after(grad: Node, call: Node) -> list[Node]:
-    """Return what reads ``grad`` from ``call`` on; a graph input is seen by the user as well."""
-    order = {node: index for index, node in enumerate(grad.graph.nodes)}
-    readers = [user for user in grad.users if order[user] >= order[call]]
-    return [*readers, grad] if grad.op == "placeholder" else readers
+    before = set(itertools.takewhile(lambda node: node is not clip.node, clip.node.graph.nodes))
+    if any(grad.op == "placeholder" for grad in clip.grads):
+        return False  # the user's own tensor
+    return all(set(grad.users) - before <= allowed for grad in clip.grads)
 
 
 def is_trivial(segment: Segment) -> bool:

@@ -159,7 +159,7 @@ class OptimizerUpdate:
         grad_mode = self._grad_mode
         try:
             for param, grad in zip(params, treated, strict=True):
-                param.grad = grad
+                param.grad = None if grad is None else grad.to(param.dtype)
             amp = _without_scaler(self.optimizer)
             with amp, dispatch.suspended(), torch.set_grad_enabled(grad_mode):
                 self._original_step(self.optimizer)
