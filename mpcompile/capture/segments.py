@@ -148,7 +148,9 @@ def _flush(gm: GraphModule, block: _Block, parts: list[Part], mode: bool) -> Non
         return
     mine = set(block.nodes)
     _check_autocast(block.nodes)
-    inputs = tuple(dict.fromkeys(a for n in block.nodes for a in n.all_input_nodes if a not in mine))
+    inputs = tuple(
+        dict.fromkeys(a for n in block.nodes for a in n.all_input_nodes if a not in mine)
+    )
     outputs = tuple(n for n in block.nodes if any(user not in mine for user in n.users))
     graph = Graph()
     copies: dict[Node, Node] = {}

@@ -131,7 +131,9 @@ _LIBRARY.impl("clip_grad_value_", clip_grad_value, "CompositeExplicitAutograd")
 torch.library.register_fake("mpcompile::update", lambda handle, grads, given: None, lib=_LIBRARY)
 torch.library.register_fake(
     "mpcompile::clip_grad_norm_",
-    lambda grads, max_norm, norm_type: torch.empty((), dtype=grads[0].dtype, device=grads[0].device),
+    lambda grads, max_norm, norm_type: torch.empty(
+        (), dtype=grads[0].dtype, device=grads[0].device
+    ),
     lib=_LIBRARY,
 )
 torch.library.register_fake("mpcompile::clip_grad_value_", lambda grads, value: None, lib=_LIBRARY)

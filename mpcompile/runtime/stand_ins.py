@@ -72,9 +72,7 @@ def clip_grad_norm(
     return total
 
 
-def clip_grad_value(
-    parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
-) -> None:
+def clip_grad_value(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
     """``torch.nn.utils.clip_grad_value_`` as one op over all gradients."""
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [param.grad for param in params if param.grad is not None]
