@@ -11,9 +11,9 @@ import torch
 from torch.fx import GraphModule
 
 from mpcompile.capture import dynamo_api
-from mpcompile.capture.whole import compile_graph
 from mpcompile.capture.session import Session, build_context, current_session, session_of
 from mpcompile.capture.snapshot import restored
+from mpcompile.capture.whole import compile_graph
 from mpcompile.config import Config, is_disabled
 from mpcompile.errors import CaptureError
 from mpcompile.inspection.report import StepReport

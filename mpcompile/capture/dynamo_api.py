@@ -23,8 +23,8 @@ ContextCtor = Callable[[], AbstractContextManager[Any]]
 def tracing_patcher(recompile_limit: int, whole: bool) -> Callable[[], Callable[[], None]]:
     """Return a function that sets how Dynamo traces in this thread and returns its undoing.
 
-    ``whole`` has it trace ``backward()``. ``.item()`` and ``nonzero`` stay in the graph: what stands between two breaks on them would run
-    eagerly, in fp32.
+    ``whole`` has it trace ``backward()``. ``.item()`` and ``nonzero`` stay in the graph: what
+    stands between two breaks on them would run eagerly, in fp32.
     ``config.patch`` does the same at ten times the price, which each call of a step would pay.
     """
     patcher: Callable[[], Callable[[], None]] = torch._dynamo.config._make_closure_patcher(

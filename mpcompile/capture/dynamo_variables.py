@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from mpcompile.capture import hooks
 from mpcompile.runtime import stand_ins
 from mpcompile.runtime.update import AMP_NAMES
 
@@ -38,9 +39,6 @@ class WholeTrace(Protocol):
 
     def keep_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Rely on the list of parameters of ``optimizer`` until the graph expires."""
-
-    def keep_unhooked(self, params: Sequence[torch.Tensor]) -> None:
-        """Rely on ``params`` having no hooks until the graph expires."""
 
 
 Finder = Callable[[], WholeTrace | None]
@@ -147,7 +145,9 @@ def _trace_clip(original: Any, stand_in: Any, self: Any, tx: Any, *args: Any, **
     error_if_nonfinite = kwargs.get("error_if_nonfinite", args[3] if len(args) > 3 else None)
     plain = error_if_nonfinite is None or not error_if_nonfinite.as_python_constant()
     if _find_trace() is None or not plain:
-        return UserFunctionVariable(original, source=self.source).call_function(tx, args, kwargs)
+        return UserFunctionVariable(original, source=self.source).call_function(
+            tx, list(args), kwargs
+        )
     for name in ("error_if_nonfinite", "foreach"):
         kwargs.pop(name, None)
     return UserFunctionVariable(stand_in).call_function(tx, list(args[:3]), kwargs)
@@ -229,24 +229,14 @@ def _install_backward() -> None:
 
     def collect_backward_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = collect(self, *args, **kwargs)
-        trace = _find_trace()
-        if trace is not None:
-            _check_leaves(trace, found or ())
+        if _find_trace() is not None:
+            _check_leaves(found or ())
         return found
 
     def method_register_hook(self: Any, tx: Any, name: str, hook: Any) -> Any:
         if _find_trace() is not None and self.source:
             _break("a hook is registered on a parameter or an input", f"Tensor.{name}")
         return register_hook(self, tx, name, hook)
-
-    def pending_grad(lookup: Any) -> Any:
-        def read(self: Any, tx: Any, name: Any) -> Any:
-            effects = tx.output.side_effects
-            if name == "grad" and effects.has_pending_mutation_of_attr(self, "grad"):
-                return effects.load_attr(self, "grad")
-            return lookup(self, tx, name)
-
-        return read
 
     def validate_outputs(self: Any, rv: list[Any], tx: Any) -> None:
         if _find_trace() is not None:
@@ -255,32 +245,54 @@ def _install_backward() -> None:
 
     for lookup in ("var_getattr", "tp_getattro_impl"):
         if lookup in vars(TensorVariable):
-            setattr(TensorVariable, lookup, pending_grad(getattr(TensorVariable, lookup)))
+            setattr(TensorVariable, lookup, _reading_pending(getattr(TensorVariable, lookup)))
     TensorVariable._collect_backward_inputs = collect_backward_inputs  # type: ignore[method-assign]
     TensorVariable._method_register_hook = method_register_hook  # type: ignore[method-assign]
     OutputGraph._validate_outputs_safe_for_autograd_nodes = validate_outputs  # type: ignore[method-assign]
 
 
-def _check_leaves(trace: WholeTrace, leaves: Iterable[Any]) -> None:
+def _reading_pending(lookup: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an attribute lookup that reads a gradient written in this graph as it stands.
+
+    The stock one gives it the source of the parameter's old gradient. If it is None, Dynamo's one
+    None for the whole process gets that source, and later graphs read it from there.
+    """
+
+    def read(self: Any, tx: Any, name: Any) -> Any:
+        effects = tx.output.side_effects
+        if name == "grad" and effects.has_pending_mutation_of_attr(self, "grad"):
+            return effects.load_attr(self, "grad")
+        return lookup(self, tx, name)
+
+    return read
+
+
+def _check_leaves(leaves: Sequence[Any]) -> None:
     """Break the graph at ``backward()`` unless it can be traced truly."""
-    tensors = [_real(leaf) for leaf in leaves]
-    if not tensors:
+    tensors = [tensor for leaf in leaves if (tensor := _real(leaf)) is not None]
+    if not leaves:
         _break("backward() meets no parameter in this graph; they lie behind a break", "backward")
-    if any(t is not None and _has_hooks(t) for t in tensors):
+    if any(map(hooks.has_hooks, tensors)):
+        hooks.forget(tensors)
         _break("a parameter has gradient hooks, which a traced backward would not call", "backward")
-    trace.keep_unhooked([t for t in tensors if t is not None])
+    hooks.keep_unhooked(tensors)
+    _guard_epoch()
+
+
+def _guard_epoch() -> None:
+    """Have the graph that is being traced expire with the others."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.functions import UserFunctionVariable
+
+    tx = InstructionTranslator.current_tx()
+    epoch: Any = stand_ins.current_epoch
+    UserFunctionVariable(epoch).call_function(tx, [], {})
 
 
 def _real(variable: Any) -> torch.Tensor | None:
     """Return the real tensor behind a graph input; a leaf made in the graph has none."""
     example = getattr(variable.as_proxy().node.meta.get("grapharg"), "example", None)
     return example if isinstance(example, torch.Tensor) else None
-
-
-def _has_hooks(tensor: torch.Tensor) -> bool:
-    return bool(tensor._backward_hooks) or bool(
-        getattr(tensor, "_post_accumulate_grad_hooks", None)
-    )
 
 
 def _detach_consumed(graph: Any, outputs: list[Any], tx: Any) -> None:
@@ -292,7 +304,7 @@ def _detach_consumed(graph: Any, outputs: list[Any], tx: Any) -> None:
     for index, variable in enumerate(outputs if consumed else ()):
         if not isinstance(variable, TensorVariable) or not variable.requires_grad:
             continue
-        fake = variable.as_proxy().node.meta.get("example_value")
+        fake: Any = variable.as_proxy().node.meta.get("example_value")
         if getattr(fake, "grad_fn", None) is None:
             continue
         if collect_reachable_grad_fns([(fake, None)]) & consumed:

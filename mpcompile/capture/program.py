@@ -42,12 +42,12 @@ def build_program(
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     slots = _Slots({node: index for index, node in enumerate(gm.graph.nodes)})
-    (result,) = gm.graph.output_node().args
+    result: Sequence[Node | None] = gm.graph.output_node().args[0]  # type: ignore[assignment]
     steps = [_step_of(*item) for item in zip(parts, compiled, strict=True)]
     actions = [action(slots) for action, _ in steps]
     dead = _last_reads([reads for _, reads in steps], result, slots)
     size, num_inputs = len(slots.of), len(placeholders)
-    results = slots.many(result)  # type: ignore[arg-type]  # Dynamo's output is a tuple of nodes
+    results = slots.many(result)
 
     def run(*args: Any) -> tuple[Any, ...]:
         env: Env = [None] * size

@@ -9,14 +9,15 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from mpcompile.capture import dynamo_api, dynamo_variables
+from mpcompile.capture import dynamo_api, dynamo_variables, hooks
 from mpcompile.capture.assignment import read_assignment
+from mpcompile.capture.parameter_lists import ParameterLists
 from mpcompile.config import Config, is_disabled
 from mpcompile.graph.roles import GraphKind
 from mpcompile.inspection.report import StepReport
@@ -68,6 +69,7 @@ class Session:
         self._num_calls = 0
         self._num_prepared = 0
         self._whole = config.capture == "whole"
+        self._parameters = ParameterLists()
         self._left_to_regions: set[int | None] = set()
         self._set_tracing = dynamo_api.tracing_patcher(config.max_recompiles, self._whole)
 
@@ -87,9 +89,7 @@ class Session:
 
     def keep_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Rely on the list of parameters of ``optimizer``."""
-
-    def keep_unhooked(self, params: Sequence[torch.Tensor]) -> None:
-        """Rely on ``params`` having no hooks."""
+        self._parameters.keep(optimizer)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -100,6 +100,7 @@ class Session:
         stack = _stack()
         stack.append(self)
         position = dynamo_api.num_breaks()
+        self._parameters.check()
         restore_tracing = self._set_tracing()
         try:
             with self._dispatching():
@@ -200,6 +201,7 @@ def _whole_trace() -> Session | None:
     return session if session is not None and session.traces_whole() else None
 
 
+hooks.install()
 dynamo_variables.install(_whole_trace)
 stand_ins.install(lambda: _whole_trace() is not None)
 

@@ -56,7 +56,8 @@ def _compile_segment(segment: Segment, parts: Sequence[Part], session: Session) 
 def _private_outputs(segment: Segment, parts: Sequence[Part]) -> list[int]:
     """Return the positions of outputs that only updates and clips inside updates read."""
     updates = [part for part in parts if isinstance(part, UpdateCall)]
-    runtime = {call.node for update in updates for call in (update, *update.clips)}
+    runtime = {update.node for update in updates}
+    runtime |= {clip.node for update in updates for clip in update.clips}
     return [
         position
         for position, node in enumerate(segment.outputs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +41,9 @@ def drop_copies(graph: Graph) -> int:
     """Return gradients themselves where their copy has the same type; return how many."""
     (outputs,) = graph.output_node().args
     assert isinstance(outputs, (tuple, list))
-    copies = [node for node in dict.fromkeys(outputs) if _is_new_copy(node)]
-    roots = Counter(_root(_copied(node) if node in copies else node) for node in outputs if node)
+    returned = [node for node in outputs if isinstance(node, Node)]
+    copies = [node for node in dict.fromkeys(returned) if _is_new_copy(node)]
+    roots = Counter(_root(_copied(node) if node in copies else node) for node in returned)
     dropped = []
     for node in copies:
         source = _copied(node)
@@ -55,8 +55,8 @@ def drop_copies(graph: Graph) -> int:
     return len(dropped)
 
 
-def _is_new_copy(node: Any) -> bool:
-    if not isinstance(node, Node) or node.target is not torch.ops.aten.copy.default:
+def _is_new_copy(node: Node) -> bool:
+    if node.target is not torch.ops.aten.copy.default:
         return False
     target = node.args[0]
     return isinstance(target, Node) and target.target is torch.ops.aten.empty_like.default

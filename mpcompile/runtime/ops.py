@@ -107,15 +107,16 @@ def clip_grad_norm(
     """Clip ``grads`` in place as ``torch.nn.utils.clip_grad_norm_`` does; return their norm."""
     with torch.no_grad():
         total = torch.nn.utils.get_total_norm(grads, norm_type)
-        params = [_WithGrad(grad) for grad in grads]
-        torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)  # type: ignore[arg-type]
+        params: Any = [_WithGrad(grad) for grad in grads]
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
     return total
 
 
 def clip_grad_value(grads: Sequence[torch.Tensor], clip_value: float) -> None:
     """Clip ``grads`` in place as ``torch.nn.utils.clip_grad_value_`` does."""
+    params: Any = [_WithGrad(grad) for grad in grads]
     with torch.no_grad():
-        torch.nn.utils.clip_grad_value_([_WithGrad(grad) for grad in grads], clip_value)  # type: ignore[arg-type]
+        torch.nn.utils.clip_grad_value_(params, clip_value)
 
 
 class _WithGrad:

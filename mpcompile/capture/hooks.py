@@ -1,0 +1,53 @@
+"""Notice hooks that are put on parameters after a step was traced without them.
+
+A traced backward calls no hook, and Dynamo guards on none. Checking each parameter before each call
+would cost more than the step's dispatch, so registration itself tells.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mpcompile.runtime.stand_ins import expire_graphs
+
+_REGISTRARS = ("register_hook", "register_post_accumulate_grad_hook")
+_unhooked = WeakTensorKeyDictionary()
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether autograd calls something of the user's when it makes the gradient of ``tensor``."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(tensor._backward_hooks) or bool(after)
+
+
+def keep_unhooked(params: Iterable[torch.Tensor]) -> None:
+    """Expire all graphs when one of ``params`` gets a hook."""
+    for param in params:
+        _unhooked[param] = True
+
+
+def forget(params: Iterable[torch.Tensor]) -> None:
+    """Let ``params`` have hooks: no graph relies on there being none."""
+    for param in params:
+        _unhooked.pop(param, None)
+
+
+def install() -> None:
+    """Put dispatchers into ``Tensor.register_hook`` and its like; once."""
+    for name in _REGISTRARS:
+        setattr(torch.Tensor, name, _telling(getattr(torch.Tensor, name)))
+
+
+def _telling(register: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(register)
+    def telling(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.is_leaf and self in _unhooked:
+            expire_graphs()
+        return register(self, *args, **kwargs)
+
+    return telling
