@@ -186,11 +186,10 @@ class Config:
         ),
     )
     check: str = field(
-        default="off",
+        default="first-step",
         metadata=_choice(
-            "When a compiled step is replayed in float32 and compared.",
-            "off",
-            planned=("first-step", "always"),
+            "When a step that was captured whole is replayed eagerly in float32 and compared.",
+            *("first-step", "off", "always"),
             in_key=False,
         ),
     )

@@ -9,6 +9,7 @@ Written against torch 2.11 to 2.14; goes when a backend can ask for the call tha
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
@@ -105,6 +106,27 @@ def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep Dynamo from tracing what a backend returned."""
     disabled: Callable[..., Any] = torch.compiler.disable(function)
     return disabled
+
+
+class Call(NamedTuple):
+    """One call of a compiled function."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def current_call() -> Call | None:
+    """Return the call that Dynamo has just entered our context for, or None if it is not found.
+
+    A context is not told of the call, so it is read from the frame of ``compile_wrapper``.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        frame = frame.f_back  # type: ignore[assignment]  # ends with None
+    if frame is None or not {"fn", "args", "kwargs"} <= frame.f_locals.keys():
+        return None
+    return Call(*(frame.f_locals[name] for name in ("fn", "args", "kwargs")))
 
 
 def context_ctor_of(compiled: Any) -> Any:

@@ -31,7 +31,10 @@ class _Slots:
 
 
 def build_program(
-    gm: GraphModule, parts: Sequence[Part], compiled: Sequence[Callable[..., Any] | None]
+    gm: GraphModule,
+    parts: Sequence[Part],
+    compiled: Sequence[Callable[..., Any] | None],
+    note_run: Callable[[], None],
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a function of the inputs of ``gm`` that returns its outputs.
 
@@ -39,6 +42,7 @@ def build_program(
         gm: the whole graph.
         parts: what it was split into.
         compiled: for each part that is a segment, what runs it.
+        note_run: called whenever the program runs.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     slots = _Slots({node: index for index, node in enumerate(gm.graph.nodes)})
@@ -50,6 +54,7 @@ def build_program(
     results = slots.many(result)
 
     def run(*args: Any) -> tuple[Any, ...]:
+        note_run()
         env: Env = [None] * size
         env[:num_inputs] = args
         for action, drop in zip(actions, dead, strict=True):

@@ -16,13 +16,19 @@ from torch.fx import GraphModule
 import mpcompile
 from mpcompile.capture import dynamo_api, graph_inputs
 from mpcompile.capture.session import Session
-from mpcompile.graph import gradients
+from mpcompile.graph import gradients, nodes
 from mpcompile.graph.printer import format_graph
 from mpcompile.graph.roles import GraphKind, InputRole, find_roles
 from mpcompile.inspection.dump import dump_region
-from mpcompile.inspection.measure import measure_casts, measure_ops, measure_saved
+from mpcompile.inspection.measure import (
+    measure_casts,
+    measure_ops,
+    measure_saved,
+    measure_values,
+)
 from mpcompile.inspection.report import RegionReport
 from mpcompile.lowering import Compiled, lower
+from mpcompile.lowering.rematerialise import saved_values
 from mpcompile.lowering.source_hash import source_hash
 from mpcompile.pass_base import PassContext, Stage
 
@@ -110,6 +116,7 @@ class RegionRewriter:
         self._ctx.roles = roles
         region = self._region
         region.kind = roles.kind
+        region.draws_random = any(map(nodes.draws_random, gm.graph.nodes))
         region.aten_before = format_graph(gm.graph)
         region.ops_before = measure_ops(gm.graph)
         region.add_passes(self._manager.run(Stage.ATEN, gm, self._ctx))
@@ -123,3 +130,5 @@ class RegionRewriter:
         """Note what a backward graph reads that forward has saved for it."""
         if is_backward and self._region.kind is GraphKind.TRAINING:
             self._region.saved_bytes = measure_saved(gm.graph)
+        elif self._region.kind is GraphKind.TRAINING and not self._region.saved_bytes:
+            self._region.saved_bytes = measure_values(saved_values(gm.graph))

@@ -18,6 +18,7 @@ import torch
 from mpcompile.capture import dynamo_api, dynamo_variables, hooks
 from mpcompile.capture.assignment import read_assignment
 from mpcompile.capture.parameter_lists import ParameterLists
+from mpcompile.capture.replay import EXACT, HALF, MOVES, Bounds, Replay
 from mpcompile.config import Config, is_disabled
 from mpcompile.graph.roles import GraphKind
 from mpcompile.inspection.report import StepReport
@@ -26,6 +27,9 @@ from mpcompile.runtime import dispatch, stand_ins
 from mpcompile.runtime.updates import Updates
 
 _local = threading.local()
+
+MAX_REPLAYS = 3
+"""How many calls are remembered for a replay while none trains; each costs a copy of the state."""
 
 # What AOTAutograd raises where a step cannot be compiled that eager can run, and what to say of it.
 _LIMITS: Mapping[str, str] = {
@@ -70,6 +74,8 @@ class Session:
         self._num_prepared = 0
         self._whole = config.capture == "whole"
         self._parameters = ParameterLists()
+        self._ran_whole = False
+        self._replays_left = MAX_REPLAYS
         self._left_to_regions: set[int | None] = set()
         self._set_tracing = dynamo_api.tracing_patcher(config.max_recompiles, self._whole)
 
@@ -101,6 +107,7 @@ class Session:
         stack.append(self)
         position = dynamo_api.num_breaks()
         self._parameters.check()
+        replay = self._begin_replay()
         restore_tracing = self._set_tracing()
         try:
             with self._dispatching():
@@ -109,6 +116,34 @@ class Session:
             restore_tracing()
             stack.pop()
             self._finish_call(position)
+            if sys.exc_info()[1] is None and replay is not None:
+                self._finish_replay(replay, broke=dynamo_api.num_breaks() > position)
+
+    def _begin_replay(self) -> Replay | None:
+        """Remember where a step starts that may have to be replayed."""
+        self._ran_whole = False
+        wanted = self._whole and self.config.check != "off" and self._replays_left > 0
+        call = dynamo_api.current_call() if wanted else None
+        return None if call is None else Replay(call)
+
+    def _finish_replay(self, replay: Replay, broke: bool) -> None:
+        """Replay the step if it was one graph; evaluation before the first step does not count."""
+        if self._ran_whole and not broke:
+            self.report.replayed += 1
+            replay.compare(self._bounds())
+        if self.config.check == "first-step":
+            trained = any(region.kind is GraphKind.TRAINING for region in self.report.regions)
+            self._replays_left = 0 if trained else self._replays_left - 1
+
+    def _bounds(self) -> Bounds:
+        draws = any(region.draws_random for region in self.report.regions)
+        if draws and self.config.lowering == "inductor":  # it has random numbers of its own
+            return MOVES
+        return EXACT if self.config.dtype is torch.float32 else HALF
+
+    def note_whole_run(self) -> None:
+        """Note that a graph with its update ran."""
+        self._ran_whole = True
 
     def _dispatching(self) -> AbstractContextManager[None]:
         """Send ``Optimizer.step`` to the updates; in regions to the originals if fusing is off."""

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 Undo = Callable[[], None]
 
 _MAX_OBJECTS = 100_000  # a walk that gets this far has left the step and is in the interpreter
+_ITERATORS: tuple[Any, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 _OPAQUE = (types.ModuleType, type, str, bytes, int, float, bool, complex, type(None))
 
 
@@ -32,14 +33,29 @@ def restored(*roots: object) -> Iterator[None]:
     Tensors get their values back in place; gradients, optimizer state, attributes, list and dict
     entries and closure variables that are new are dropped. Files and sockets are not.
     """
-    undo: list[Undo] = [_remember_random()]
-    for reached in _walk(roots):
-        undo.extend(_remember(reached))
+    put_back = remember(*roots)
     try:
         yield
     finally:
-        for put_back in undo:
-            put_back()
+        put_back()
+
+
+def remember(*roots: object) -> Undo:
+    """Return a function that puts everything that ``roots`` reach back as it is now."""
+    undo: list[Undo] = [_remember_random()]
+    for item in reach(*roots):
+        undo.extend(_remember(item))
+
+    def put_back() -> None:
+        for part in undo:
+            part()
+
+    return put_back
+
+
+def reach(*roots: object) -> Iterator[object]:
+    """Yield everything that a step can get at from ``roots``, each thing once."""
+    yield from _walk(roots)
 
 
 def _walk(roots: tuple[object, ...]) -> Iterator[object]:
@@ -67,17 +83,23 @@ def _children(item: object) -> Iterator[object]:
     elif isinstance(item, types.MethodType):
         yield from (item.__self__, item.__func__)
     elif isinstance(item, types.FunctionType):
-        yield from _children_of_function(item)
+        if not _is_machinery(item.__module__):
+            yield from _children_of_function(item)
     elif not _is_of_torch(item):
         yield getattr(item, "__dict__", None)
 
 
 def _is_of_torch(item: object) -> bool:
-    """Torch's own machinery, models and optimizers aside, is not the step's state."""
+    """Torch's machinery and ours, models and optimizers aside, is not the step's state."""
     if isinstance(item, (torch.nn.Module, Optimizer)):
         return False
-    module = type(item).__module__ or ""
-    return module.startswith("torch.") and not module.startswith(("torch.optim", "torch.nn"))
+    module = type(item).__module__
+    return _is_machinery(module) and not module.startswith(("torch.optim", "torch.nn"))
+
+
+def _is_machinery(module: str | None) -> bool:
+    """Whether what ``module`` holds is torch's or ours, and remembers nothing of the step."""
+    return (module or "").partition(".")[0] in ("torch", "mpcompile")
 
 
 def _children_of_function(function: types.FunctionType) -> Iterator[object]:
@@ -110,6 +132,9 @@ def _remember(item: object) -> Iterator[Undo]:
         yield functools.partial(_refill_list, item, list(item))
     elif isinstance(item, (dict, set)):
         yield functools.partial(_refill, item, item.copy())
+    elif isinstance(item, _ITERATORS):
+        iterator: Any = item
+        yield functools.partial(iterator.__setstate__, iterator.__reduce__()[-1])
     elif isinstance(item, types.FunctionType):
         for cell in item.__closure__ or ():
             yield functools.partial(_refill_cell, cell, _cell_value(cell))

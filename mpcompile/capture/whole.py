@@ -42,7 +42,7 @@ def compile_graph(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
         _compile_segment(part, parts, session) if isinstance(part, Segment) else None
         for part in parts
     ]
-    return dynamo_api.without_dynamo(build_program(gm, parts, compiled))
+    return dynamo_api.without_dynamo(build_program(gm, parts, compiled, session.note_whole_run))
 
 
 def _compile_segment(segment: Segment, parts: Sequence[Part], session: Session) -> Compiled:

@@ -12,7 +12,6 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from mpcompile.graph import nodes
@@ -43,11 +42,11 @@ def drop_copies(graph: Graph) -> int:
     assert isinstance(outputs, (tuple, list))
     returned = [node for node in outputs if isinstance(node, Node)]
     copies = [node for node in dict.fromkeys(returned) if _is_new_copy(node)]
-    roots = Counter(_root(_copied(node) if node in copies else node) for node in returned)
+    roots = Counter(nodes.root(_copied(node) if node in copies else node) for node in returned)
     dropped = []
     for node in copies:
         source = _copied(node)
-        root = _root(source)
+        root = nodes.root(source)
         if roots[root] == 1 and root.op == "call_function" and _has_type_of(source, node):
             node.replace_all_uses_with(source)
             dropped.append(node)
@@ -66,23 +65,6 @@ def _copied(node: Node) -> Node:
     source = node.args[1]
     assert isinstance(source, Node)
     return source
-
-
-def _root(node: Node) -> Node:
-    """Return the node whose memory ``node`` shows."""
-    while node.op == "call_function" and (nodes.is_getitem(node) or _is_view(node)):
-        source = node.args[0]
-        if not isinstance(source, Node) or (nodes.is_getitem(node) and not _is_view(source)):
-            break
-        node = source
-    return node
-
-
-def _is_view(node: Node) -> bool:
-    if not isinstance(node.target, OpOverload):
-        return False
-    infos = [result.alias_info for result in node.target._schema.returns]
-    return any(info is not None and not info.is_write for info in infos)
 
 
 def _has_type_of(node: Node, other: Node) -> bool:

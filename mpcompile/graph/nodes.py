@@ -104,6 +104,30 @@ def is_backward(node: Node) -> bool:
     return tagged or bool(node.meta.get("autograd_backward"))
 
 
+def root(node: Node) -> Node:
+    """Return the node whose memory ``node`` shows: itself, unless it is a view."""
+    while node.op == "call_function":
+        origin = node.args[0] if is_getitem(node) or is_view(node) else None
+        if not isinstance(origin, Node) or (is_getitem(node) and not is_view(origin)):
+            break
+        node = origin
+    return node
+
+
+def is_view(node: Node) -> bool:
+    """Whether ``node`` shows the memory of its first input, as its schema says."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    infos = [result.alias_info for result in node.target._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def draws_random(node: Node) -> bool:
+    """Whether ``node`` draws random numbers."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
+
+
 def module_path(node: Node) -> str:
     """Return the dotted path of the module whose forward made ``node``, or its gradient."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}

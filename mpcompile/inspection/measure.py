@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -196,11 +196,17 @@ def measure_saved(backward: Graph) -> dict[str, int]:
 
     A parameter that backward reads is alive anyway; it is no activation.
     """
+    return measure_values(
+        node
+        for node in backward.find_nodes(op="placeholder")
+        if not isinstance(node.meta.get("desc"), (PlainAOTInput, TangentAOTInput))
+    )
+
+
+def measure_values(values: Iterable[Node]) -> dict[str, int]:
+    """Bytes of ``values`` by dtype."""
     saved: Counter[str] = Counter()
-    for node in backward.find_nodes(op="placeholder"):
-        desc = node.meta.get("desc")
-        if isinstance(desc, (PlainAOTInput, TangentAOTInput)):
-            continue
+    for node in values:
         for val in nodes.tensor_values(node):
             saved[format_dtype(val.dtype)] += _hint(val.numel()) * val.dtype.itemsize
     return dict(saved)

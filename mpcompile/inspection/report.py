@@ -70,6 +70,7 @@ class RegionReport:
         casts: casts in the rewritten graph.
         decisions: precision and reason of each node.
         saved_bytes: bytes that forward keeps for backward, by dtype.
+        draws_random: whether the graph draws random numbers, for dropout say.
         pass_records: every pass, Dynamo's stage first.
         aten_before: print of the ATen graph before the passes, ``dynamo_before`` that of Dynamo's.
     """
@@ -85,6 +86,7 @@ class RegionReport:
     casts: list[CastRecord] = field(default_factory=list)
     decisions: list[DecisionRecord] = field(default_factory=list)
     saved_bytes: dict[str, int] = field(default_factory=dict)
+    draws_random: bool = False
     pass_records: list[PassRecord] = field(default_factory=list)
     aten_before: str = ""
 
@@ -125,6 +127,7 @@ class StepReport:
         config: the options that were in force.
         regions: one entry per graph.
         updates: the optimizers' updates and their kernels.
+        replayed: how many steps were replayed eagerly and compared (``check``).
         breaks: why and where graphs ended early: ``(reason, line)``, each once.
     """
 
@@ -132,6 +135,7 @@ class StepReport:
     regions: list[RegionReport] = field(default_factory=list)
     breaks: list[tuple[str, str]] = field(default_factory=list)
     updates: list[UpdateRecord] = field(default_factory=list)
+    replayed: int = 0
 
     def add_break(self, reason: str, line: str) -> None:
         """Note a graph break; repeats are dropped."""

@@ -13,7 +13,8 @@ from functorch.compile import (
 )
 from torch.fx import GraphModule
 
-from mpcompile.lowering.rewriter import TRACING_DECOMPOSITIONS, Compiled, Rewriter
+from mpcompile.lowering.rematerialise import rematerialise
+from mpcompile.lowering.rewriter import AOT_CONFIG, TRACING_DECOMPOSITIONS, Compiled, Rewriter
 
 
 def lower(gm: GraphModule, inputs: Sequence[Any], rewriter: Rewriter) -> Compiled:
@@ -31,9 +32,10 @@ def lower(gm: GraphModule, inputs: Sequence[Any], rewriter: Rewriter) -> Compile
 
     def inference(graph: GraphModule, _: Sequence[Any]) -> Compiled:
         rewriter.rewrite(graph)
+        rematerialise(graph)
         return _run_as_is(graph, rewriter, is_backward=False)
 
-    with torch._functorch.config.patch(enable_autograd_cache=False):
+    with torch._functorch.config.patch(AOT_CONFIG):
         compiled = aot_module_simplified(
             gm,
             inputs,

@@ -15,7 +15,8 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from mpcompile.lowering.expand import expand_decompositions
-from mpcompile.lowering.rewriter import TRACING_DECOMPOSITIONS, Compiled, Rewriter
+from mpcompile.lowering.rematerialise import rematerialise
+from mpcompile.lowering.rewriter import AOT_CONFIG, TRACING_DECOMPOSITIONS, Compiled, Rewriter
 
 
 def lower(gm: GraphModule, inputs: Sequence[Any], mode: str, rewriter: Rewriter) -> Compiled:
@@ -30,9 +31,9 @@ def lower(gm: GraphModule, inputs: Sequence[Any], mode: str, rewriter: Rewriter)
 
     active = rewriter.is_active()
     patches = {**_mode_patches(mode), "joint_custom_pre_pass": _build_joint_pass(rewriter)}
-    # A hit in AOTAutograd's cache would skip the passes, and the report with them. The cache of
-    # generated code below it is keyed by the rewritten graph and by the passes, and stays on.
-    with torch._functorch.config.patch(enable_autograd_cache=False):
+    # AOTAutograd's cache is off; the cache of generated code below it is keyed by the rewritten
+    # graph and by the passes, and stays on.
+    with torch._functorch.config.patch(AOT_CONFIG):
         compiled = compile_fx(
             gm,
             inputs,
@@ -76,6 +77,7 @@ def _build_joint_pass(rewriter: Rewriter) -> Any:
             rewriter.rewrite(gm)
             if rewriter.is_active():
                 expand_decompositions(gm, _decomposition_table())
+            rematerialise(gm)
 
         def uuid(self) -> str:
             return rewriter.cache_key()

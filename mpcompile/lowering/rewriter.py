@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch.fx import GraphModule
 
 Compiled = Callable[..., Any]
 
 # For both lowerings: see the head of the package.
 TRACING_DECOMPOSITIONS: dict[Any, Any] = {}
+
+# AOTAutograd's cache: a hit would skip the passes, and the report with them. And its own way to
+# recompute in flat graphs: ``rematerialise`` stands in for that.
+_SWITCHED_OFF = ("enable_autograd_cache", "remat_using_tags_for_fwd_loss_bwd_graph")
+
+AOT_CONFIG = {name: False for name in _SWITCHED_OFF if hasattr(torch._functorch.config, name)}
+"""Settings of AOTAutograd while a graph is lowered; torch 2.11 has the first only."""
 
 
 class Rewriter(Protocol):
