@@ -1,4 +1,4 @@
-"""The training programs that are measured against each other: one GPT, one optimizer, four ways.
+"""The training programs that are measured against each other: one GPT, one optimizer, in all ways.
 
 Every row starts from the same weights and sees the same batches. The peer is what a user of stock
 PyTorch would write today for speed: autocast, foreach clipping and fused AdamW under Inductor.
@@ -21,11 +21,15 @@ from examples.train_gpt import GPT, Settings, Step, build_optimizer, sample_batc
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train: how the step is written and what compiles it (None: nothing)."""
+    """One way to train: how the step is written and what compiles it (None: nothing).
+
+    With ``zero_first`` gradients are cleared before forward and stay visible after the step.
+    """
 
     name: str
     backend: str | None = None
     autocast: bool = False
+    zero_first: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -34,7 +38,13 @@ ROWS = {
     "eager-fp32": Row("eager fp32"),
     "inductor-fp32": Row("Inductor fp32", "inductor"),
     PEER: Row("Inductor + autocast bf16, foreach clip, fused AdamW", "inductor", autocast=True),
-    "mpcompile": Row("mpcompile bf16", "mpcompile"),
+    "mpcompile": Row("mpcompile bf16, whole step", "mpcompile"),
+    "mpcompile-zero-first": Row(
+        "mpcompile bf16, whole step, zero_grad first", "mpcompile", zero_first=True
+    ),
+    "mpcompile-regions": Row(
+        "mpcompile bf16, regions", "mpcompile", options={"capture": "regions"}
+    ),
 }
 
 
@@ -74,12 +84,15 @@ def build_program(row: Row, settings: Settings, text: Tensor) -> Program:
         return loss.detach()
 
     def step(x: Tensor, y: Tensor) -> Tensor:
+        if row.zero_first:
+            opt.zero_grad(set_to_none=True)
         with precision():
             loss = model.loss(x, y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
         opt.step()
-        opt.zero_grad(set_to_none=True)
+        if not row.zero_first:
+            opt.zero_grad(set_to_none=True)
         return loss.detach()
 
     batches = _draw_batches(text, settings)
