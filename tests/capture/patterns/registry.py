@@ -1,0 +1,39 @@
+"""The list of patterns and what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.programs import Build
+
+PATTERNS: dict[str, Build] = {}
+IN_REGIONS: set[str] = set()
+"""Patterns that are not captured whole; the report says why."""
+
+
+def pattern(*, whole: bool = True) -> Callable[[Build], Build]:
+    """Register a program under the name of the function that builds it."""
+
+    def add(build: Build) -> Build:
+        name = build.__name__.strip("_")
+        PATTERNS[name] = build
+        if not whole:
+            IN_REGIONS.add(name)
+        return build
+
+    return add
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    """Return 6 -> 8 -> 3."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def pair(call: int, rows: int = 5) -> tuple[Tensor, Tensor]:
+    """Return ``(x, target)`` of call ``call``."""
+    generator = torch.Generator().manual_seed(call)
+    return torch.randn(rows, 6, generator=generator), torch.randn(rows, 3, generator=generator)
