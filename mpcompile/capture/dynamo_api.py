@@ -25,7 +25,8 @@ def tracing_patcher(recompile_limit: int, whole: bool) -> Callable[[], Callable[
     """Return a function that sets how Dynamo traces in this thread and returns its undoing.
 
     ``whole`` has it trace ``backward()``. ``.item()`` and ``nonzero`` stay in the graph: what
-    stands between two breaks on them would run eagerly, in fp32.
+    stands between two breaks on them would run eagerly, in fp32. Hooks that a module gets after
+    compilation are called.
     ``config.patch`` does the same at ten times the price, which each call of a step would pay.
     """
     patcher: Callable[[], Callable[[], None]] = torch._dynamo.config._make_closure_patcher(
@@ -33,6 +34,7 @@ def tracing_patcher(recompile_limit: int, whole: bool) -> Callable[[], Callable[
         capture_scalar_outputs=True,
         capture_dynamic_output_shape_ops=True,
         trace_autograd_ops=whole,
+        skip_nnmodule_hook_guards=False,
     )
     return patcher
 
@@ -95,10 +97,13 @@ def is_tracing() -> bool:
 def restart_tracing(reason: str) -> NoReturn:
     """Have Dynamo trace the current function again from its start.
 
-    A backend may ask for it with this one exception only, whatever its name says.
+    A backend may ask for it with this one exception only, whatever its name says. The log of
+    decisions goes too: Dynamo insists that a second trace takes the same branches.
     """
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.symbolic_convert import InstructionTranslator
 
+    InstructionTranslator.current_tx().speculation_log.clear()
     raise TensorifyScalarRestartAnalysis(restart_reason=reason)
 
 

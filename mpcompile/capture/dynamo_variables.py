@@ -43,12 +43,19 @@ class WholeTrace(Protocol):
 
 Finder = Callable[[], WholeTrace | None]
 _find_trace: Finder = lambda: None  # noqa: E731  # replaced by install
+_is_left_to_regions: Callable[[], bool] = lambda: False  # noqa: E731  # replaced by install
 
 
-def install(find_trace: Finder) -> None:
-    """Install everything; ``find_trace`` returns whose step is being traced whole, or None."""
-    global _find_trace
+def install(find_trace: Finder, is_left_to_regions: Callable[[], bool]) -> None:
+    """Install everything.
+
+    Args:
+        find_trace: returns whose step is being traced whole, or None.
+        is_left_to_regions: whether a step of ours is traced that was found not to be one graph.
+    """
+    global _find_trace, _is_left_to_regions
     _find_trace = find_trace
+    _is_left_to_regions = is_left_to_regions
     _install_optimizers()
     _install_stand_ins()
     _install_backward()
@@ -229,6 +236,8 @@ def _install_backward() -> None:
 
     def collect_backward_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = collect(self, *args, **kwargs)
+        if _is_left_to_regions():
+            _break("this step is compiled in regions, which end at backward()", "backward")
         if _find_trace() is not None:
             _check_leaves(found or ())
         return found

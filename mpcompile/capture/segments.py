@@ -17,13 +17,19 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from mpcompile.graph.nodes import user_line
+
 SET_GRAD_MODE = torch._C._set_grad_enabled
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _DETACH = "detach"
 
 
 class NotSplittableError(Exception):
-    """The graph cannot be cut at its updates; the text says why."""
+    """The graph cannot be cut at its updates; the text says why, ``line`` where."""
+
+    def __init__(self, reason: str, node: Node) -> None:
+        super().__init__(reason)
+        self.line = user_line(node)
 
 
 @dataclass(frozen=True)
@@ -100,8 +106,10 @@ def split(gm: GraphModule) -> list[Part]:
     """Return the parts of ``gm`` in order.
 
     Raises:
-        NotSplittableError: a backward, or an autocast region, spans an update.
+        NotSplittableError: a backward, or an autocast region, spans an update; a value
+            leaves the graph that a later backward may go through.
     """
+    _check_outputs(gm.graph)
     parts: list[Part] = []
     block = _Block()
     grad_mode = torch.is_grad_enabled()
@@ -117,6 +125,26 @@ def split(gm: GraphModule) -> list[Part]:
     _flush(gm, block, parts, grad_mode)
     _check_backward(parts)
     return _merge_clips(parts)
+
+
+def check_dense(gm: GraphModule) -> None:
+    """Refuse a graph that computes sparse gradients: no compiler takes them.
+
+    Raises:
+        NotSplittableError: there is one.
+    """
+    backward = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)
+    for node in gm.graph.nodes if backward else ():
+        value = node.meta.get("example_value")
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            raise NotSplittableError("a gradient is sparse", node)
+
+
+def _check_outputs(graph: Graph) -> None:
+    for node in graph.output_node().all_input_nodes:
+        if _has_history(node):
+            reason = "a value leaves the step that a later backward may go through"
+            raise NotSplittableError(reason, node)
 
 
 @dataclass
@@ -183,27 +211,29 @@ def _check_autocast(block: Sequence[Node]) -> None:
     entered = [node for node in block if node.target is _ENTER]
     left = [node.args[0] for node in block if node.target is _EXIT]
     if set(entered) != set(left):
-        raise NotSplittableError("the optimizer's step lies inside an autocast region")
+        reason = "the optimizer's step lies inside an autocast region"
+        raise NotSplittableError(reason, block[0])
 
 
 def _check_backward(parts: Sequence[Part]) -> None:
     """Refuse a backward in one segment that must go on in an earlier one."""
     for part in parts:
-        if isinstance(part, Segment) and any(_goes_back(part)):
-            raise NotSplittableError(
-                "a backward after an update goes through values from before the update"
-            )
+        found = next(_going_back(part), None) if isinstance(part, Segment) else None
+        if found is not None:
+            reason = "a backward after an update goes through values from before the update"
+            raise NotSplittableError(reason, found)
 
 
-def _goes_back(segment: Segment) -> Iterator[bool]:
-    """Yield, for each ``autograd.grad`` of ``segment``, whether it needs an earlier segment."""
+def _going_back(segment: Segment) -> Iterator[Node]:
+    """Yield each ``autograd.grad`` of ``segment`` that needs an earlier segment."""
     placeholders = segment.gm.graph.find_nodes(op="placeholder")
     crossing = {node for node in placeholders if _has_history(node)}
     for node in segment.gm.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if node.target is torch.autograd.grad:
-            yield any(arg in crossing for arg in node.all_input_nodes)
+            if any(arg in crossing for arg in node.all_input_nodes):
+                yield node
         value = node.meta.get("example_value")
         if isinstance(value, Tensor) and not value.requires_grad:
             continue

@@ -83,7 +83,11 @@ class Session:
         """Whether the function that is being traced may become one graph."""
         if not self._whole or not dynamo_api.is_tracing():
             return False
-        return dynamo_api.current_frame() not in self._left_to_regions
+        return not self.is_left_to_regions()
+
+    def is_left_to_regions(self) -> bool:
+        """Whether the function that is being traced was found not to be one graph."""
+        return dynamo_api.current_frame() in self._left_to_regions
 
     def leave_to_regions(self) -> None:
         """Trace the current function in regions from now on."""
@@ -237,7 +241,13 @@ def _whole_trace() -> Session | None:
 
 
 hooks.install()
-dynamo_variables.install(_whole_trace)
+def _is_left_to_regions() -> bool:
+    """Whether the function that is being traced in this thread was found not to be one graph."""
+    session = current_session()
+    return session is not None and session.is_left_to_regions()
+
+
+dynamo_variables.install(_whole_trace, _is_left_to_regions)
 stand_ins.install(lambda: _whole_trace() is not None)
 
 

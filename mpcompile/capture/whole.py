@@ -15,6 +15,7 @@ from mpcompile.capture.segments import (
     Part,
     Segment,
     UpdateCall,
+    check_dense,
     has_calls,
     is_trivial,
     split,
@@ -30,12 +31,14 @@ def compile_graph(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
         CaptureError: an input cannot be handled.
         PassError: a pass cannot rewrite the graph.
     """
-    if not has_calls(gm):
-        return compile_region(gm, inputs, session)
     try:
+        if session.traces_whole():
+            check_dense(gm)
+        if not has_calls(gm):
+            return compile_region(gm, inputs, session)
         parts = split(gm)
     except NotSplittableError as error:
-        session.report.add_break(f"not captured whole: {error}", "")
+        session.report.add_break(f"not captured whole: {error}", error.line)
         session.leave_to_regions()
         dynamo_api.restart_tracing(str(error))
     compiled = [

@@ -95,6 +95,13 @@ def _run(optimizer: torch.optim.Optimizer, original: Step) -> Any:
     return runner(optimizer, original)
 
 
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> Step:
+    """Return the step of the optimizer's class for where its hooks run elsewhere."""
+    step: Any = type(optimizer).step
+    inner: Step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return inner
+
+
 def dispatching(original: Step) -> Step:
     """Return a step that is ``original`` except where our step runs."""
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _LIBRARY = torch.library.Library("mpcompile", "FRAGMENT")
 _LIBRARY.define("update(str handle, Tensor?[] grads, bool[] given) -> ()")
-_LIBRARY.define("clip_grad_norm_(Tensor(a!)[] grads, float max_norm, float norm_type) -> Tensor")
-_LIBRARY.define("clip_grad_value_(Tensor(a!)[] grads, float clip_value) -> ()")
+_LIBRARY.define("clip_grad_norm_(Tensor(a!)[] grads, Scalar max_norm, float norm_type) -> Tensor")
+_LIBRARY.define("clip_grad_value_(Tensor(a!)[] grads, Scalar clip_value) -> ()")
 _updates: weakref.WeakValueDictionary[str, OptimizerUpdate] = weakref.WeakValueDictionary()
 
 

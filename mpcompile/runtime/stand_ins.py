@@ -43,8 +43,11 @@ def install(traces_whole: Callable[[], bool]) -> None:
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
 def is_traced_whole() -> bool:
-    """Whether a step of ours is being traced whole; never at run time."""
-    return _traces_whole()
+    """Whether a step of ours is being traced whole; never at run time.
+
+    At run time nothing else may be called: Dynamo would compile it.
+    """
+    return torch._guards.TracingContext.try_get() is not None and _traces_whole()
 
 
 def update_in_graph(optimizer: Optimizer, epoch: str) -> bool:

@@ -50,7 +50,7 @@ class OptimizerUpdate:
         cache_dir: Path | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self._original_step = original_step or type(optimizer).step
+        self._original_step = original_step or dispatch.step_without_hooks(optimizer)
         self.cache_dir = cache_dir
         self.classes = Classes(optimizer)
         self.norms = NormKernels(cache_dir)

@@ -220,31 +220,22 @@ def loss_is_returned_undetached() -> Program:
 @pattern(whole=False)
 def value_returned_for_another_backward() -> Program:
     model, opt = _parts()
-    program = Program(lambda: None, model, [opt], pair)
+    program = Program(lambda: None, model, [opt])
 
-    def inner(x: Tensor, y: Tensor) -> Tensor:
-        opt.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        opt.step()
-        return model(x).square().mean()
+    def step(x: Tensor, y: Tensor, kept: list[Tensor]) -> Tensor:
+        loss = _train(model, opt, x, y)
+        kept.append(model(x).square().mean())
+        return loss
 
-    program.step = inner
-    made: list[Tensor] = []
-    extra = nn.Linear(6, 3)
+    kept: list[Tensor] = []
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        more = inner(x, y)
-        made[:] = [more]
-        return more.detach()
+    def batch(call: int) -> tuple[Any, ...]:
+        if kept:
+            kept.pop().backward()  # type: ignore[no-untyped-call]
+            program.log.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        return (*pair(call), kept)
 
-    def before(call: int) -> None:
-        if made:
-            made[0].backward()
-            program.log.append([float(p.grad.sum()) for p in model.parameters()])  # type: ignore[union-attr]
-
-    del extra
-    program.step, program.before = step, before
+    program.step, program.batch = step, batch
     return program
 
 
@@ -325,30 +316,24 @@ def eager_training_in_between() -> Program:
 def eager_training_in_another_thread() -> Program:
     model, opt = _parts()
     other = network(1)
-    second = torch.optim.AdamW(other.parameters(), lr=0.01)
-    program = Program(functools.partial(_train, model, opt), model, [opt, second], pair)
-    program.extra += list(other.parameters())
+    second = torch.optim.SGD(other.parameters(), lr=0.01, momentum=0.9)
+    program = Program(functools.partial(_train, model, opt), model, [opt])
     threads: list[threading.Thread] = []
 
     def train() -> None:
-        for call in range(20):
+        for call in range(30):
+            torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
             _train(other, second, *pair(call))
 
     def batch(call: int) -> tuple[Tensor, Tensor]:
+        if threads:
+            threads.pop().join()
+            program.log.append([p.detach().clone() for p in other.parameters()])
         threads.append(threading.Thread(target=train))
-        threads[-1].start()
+        threads[0].start()
         return pair(call)
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = _train(model, opt, x, y)
-        wait()
-        return loss
-
-    @torch.compiler.disable
-    def wait() -> None:
-        threads[-1].join()
-
-    program.step, program.batch = step, batch
+    program.batch = batch
     return program
 
 
@@ -594,7 +579,7 @@ def parameters_written_after_the_update() -> Program:
         with torch.no_grad():
             for param in model.parameters():
                 param.clamp_(-0.2, 0.2)
-        model[0].weight.data /= model[0].weight.data.norm()
+        model[0].weight.data.div_(model[0].weight.data.norm())
         return loss
 
     return Program(step, model, [opt], pair)

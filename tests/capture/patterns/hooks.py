@@ -52,8 +52,10 @@ def hook_of_a_parameter() -> Program:
 @pattern(whole=False)
 def hook_of_a_parameter_that_notes() -> Program:
     model, _, program = _program()
+    sums: dict[str, float] = {}
     for name, param in model.named_parameters():
-        param.register_hook(lambda grad, name=name: program.log.append((name, float(grad.sum()))))
+        param.register_hook(lambda grad, name=name: sums.update({name: float(grad.sum())}))
+    program.before = lambda call: program.log.append(sorted(sums.items()))
     return program
 
 

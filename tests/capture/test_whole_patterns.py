@@ -1,0 +1,28 @@
+"""What people write in steps: each pattern trains as eager does, whole or, with a reason, not."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpcompile.backend import last_report
+from tests.capture.patterns import calls, clipping, gradients, hooks, models, optimizers
+from tests.capture.patterns.registry import IN_REGIONS, PATTERNS
+from tests.programs import compare
+
+_MODULES = (calls, clipping, gradients, hooks, models, optimizers)  # register their patterns
+FUSED = ("zero_grad_first", "accumulation_across_calls", "clip_by_norm_with_visible_gradients")
+
+
+@pytest.mark.parametrize("name", sorted(PATTERNS))
+def test_pattern_trains_as_eager_to_the_last_bit(name: str) -> None:
+    found, compiled = compare(PATTERNS[name], disable=["fuse-updates"])
+    assert found == []
+    breaks = last_report(compiled).breaks
+    assert bool(breaks) == (name in IN_REGIONS), breaks
+    assert all(line for _, line in breaks)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_pattern_with_fused_updates_stays_within_rounding(name: str) -> None:
+    found, _ = compare(PATTERNS[name], tolerance=2e-6)
+    assert found == []
