@@ -142,7 +142,7 @@ def _is_seed(node: Node, backward: set[Node]) -> bool:
 def _results(graph: Graph) -> Iterable[Node]:
     """Yield what the graph returns and what it writes into inputs."""
     values = cast(Any, graph.output_node().args[0])
-    yield from (value for value in values if isinstance(value, Node))
+    yield from (v for v in values if isinstance(v, Node) and not _writes(v))
     for node in graph.nodes:
         if _writes(node):
             yield cast(Node, node.args[1])

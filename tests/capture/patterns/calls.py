@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from tests.capture.patterns.registry import network, pair, pattern
 from tests.programs import Program
+from tests.runtime.optimizers import CountsInGroup, CountsItself, Lamb
 
 
 def _parts() -> tuple[nn.Sequential, Optimizer]:
@@ -518,10 +519,17 @@ def error_in_the_model() -> Program:
     model = nn.Sequential(nn.Embedding(5, 3))
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
 
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
     def batch(call: int) -> tuple[Tensor, Tensor]:
         return torch.arange(5) + (call == 2), pair(call)[1]
 
-    return Program(functools.partial(_train, model, opt), model, [opt], batch)
+    return Program(step, model, [opt], batch)
 
 
 @pattern()
@@ -607,13 +615,76 @@ def gradient_is_kept_from_the_step_before() -> Program:
     return program
 
 
-@pattern()
-def state_of_the_optimizer_read_inside() -> Program:
+@pattern(whole=False)
+def state_of_the_optimizer_read_after_the_update() -> Program:
     model, opt = _parts()
 
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         loss = _train(model, opt, x, y)
         sizes = [s["momentum_buffer"].norm() for s in opt.state.values() if "momentum_buffer" in s]
         return loss, torch.stack(sizes).sum()
+
+    return Program(step, model, [opt], pair)
+
+
+@pattern(whole=False)
+def count_in_the_state_read_after_the_update() -> Program:
+    model = network()
+    opt = Lamb(model.parameters())
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Any]:
+        loss = _train(model, opt, x, y)
+        return loss, opt.state[model[0].weight]["step"]
+
+    return Program(step, model, [opt], pair)
+
+
+@pattern(whole=False)
+def number_of_the_group_read_after_the_update() -> Program:
+    model = network()
+    opt = CountsInGroup(model.parameters())
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Any]:
+        loss = _train(model, opt, x, y)
+        return loss, opt.param_groups[0]["k"]
+
+    return Program(step, model, [opt], pair)
+
+
+@pattern(whole=False)
+def attribute_of_the_optimizer_read_after_the_update() -> Program:
+    model = network()
+    opt = CountsItself(model.parameters())
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Any]:
+        loss = _train(model, opt, x, y)
+        return loss, opt.num_steps
+
+    return Program(step, model, [opt], pair)
+
+
+@pattern()
+def rate_read_after_the_update() -> Program:
+    model, opt = _parts()
+
+    def step(x: Tensor, y: Tensor) -> dict[str, Any]:
+        loss = _train(model, opt, x, y)
+        return {"loss": loss, "rate": opt.param_groups[0]["lr"]}
+
+    def before(call: int) -> None:
+        opt.param_groups[0]["lr"] = 0.1 / (call + 1)
+
+    return Program(step, model, [opt], pair, before)
+
+
+@pattern(whole=False)
+def attribute_of_the_optimizer_read_before_and_after() -> Program:
+    model = network()
+    opt = CountsItself(model.parameters())
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Any]:
+        first = opt.num_steps
+        loss = _train(model, opt, x, y)
+        return loss, opt.num_steps - first
 
     return Program(step, model, [opt], pair)

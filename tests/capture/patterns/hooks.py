@@ -341,7 +341,12 @@ def group_added_where_the_model_clears() -> Program:
 @pattern()
 def parameter_removed_where_the_model_clears() -> Program:
     _, opt, program = _program()
-    return _at(program, {2: lambda: opt.param_groups[0]["params"].pop(1)})
+
+    def remove() -> None:
+        param = opt.param_groups[0]["params"].pop(1)
+        del opt.state[param]
+
+    return _at(program, {2: remove})
 
 
 @pattern()

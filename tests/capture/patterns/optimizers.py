@@ -666,7 +666,6 @@ _KINDS: dict[str, Callable[[nn.Module], Optimizer]] = {
         lr=0.1,
     ),
     "maximize": lambda m: torch.optim.SGD(m.parameters(), lr=0.01, maximize=True),
-    "differentiable": lambda m: torch.optim.SGD(m.parameters(), lr=0.01, differentiable=True),
     "capturable": lambda m: torch.optim.Adamax(m.parameters(), lr=0.1),
 }
 for _name, _make in _KINDS.items():
