@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mpcompile.capture import dynamo_api, dynamo_variables, hooks
+from mpcompile.capture import dynamo_api, dynamo_variables, hooks, remedies
 from mpcompile.capture.assignment import read_assignment
 from mpcompile.capture.parameter_lists import ParameterLists
 from mpcompile.capture.replay import EXACT, HALF, MOVES, Bounds, Replay
@@ -249,6 +249,7 @@ def _is_left_to_regions() -> bool:
 
 dynamo_variables.install(_whole_trace, _is_left_to_regions)
 stand_ins.install(lambda: _whole_trace() is not None)
+remedies.install()
 
 
 def session_of(compiled: Any) -> Session | None:
