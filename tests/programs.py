@@ -146,8 +146,6 @@ def compare(
         ours = build()
         compiled = compile_step(ours.step, dtype="float32", **options)
         found = []
-        for call, (a, b) in enumerate(
-            zip(expected, run(ours, compiled, calls), strict=True)
-        ):
+        for call, (a, b) in enumerate(zip(expected, run(ours, compiled, calls), strict=True)):
             found += [f"call {call}: {text}" for text in differences(a, b, tolerance)]
     return found, compiled

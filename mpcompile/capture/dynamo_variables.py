@@ -63,8 +63,17 @@ def install(find_trace: Finder, is_left_to_regions: Callable[[], bool]) -> None:
 
 def _install_optimizers() -> None:
     from torch._dynamo.variables import builder
+    from torch._dynamo.variables.base import AttributeMutationExisting
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
+    class PlainOptimizer(UserDefinedObjectVariable):
+        """An optimizer as a plain object, whose state Dynamo does not know after an update."""
+
+    for lookup in _LOOKUPS:
+        if hasattr(UserDefinedObjectVariable, lookup):
+            stock_lookup = getattr(UserDefinedObjectVariable, lookup)
+            setattr(PlainOptimizer, lookup, _refusing_state(stock_lookup))
+    plain_optimizer: Any = PlainOptimizer
     stock_source: Any = builder.OptimizerSource
     stock_variable: Any = builder.OptimizerVariable
 
@@ -74,12 +83,33 @@ def _install_optimizers() -> None:
     def optimizer_variable(value: Any, **kwargs: Any) -> Any:
         if _find_trace() is None:
             return stock_variable(value, **kwargs)
-        kwargs.pop("mutation_type", None)  # set by those that have one for every such object
+        kwargs.setdefault("mutation_type", AttributeMutationExisting())
         _enter_scheduled_step(value)
-        return UserDefinedObjectVariable(value, **kwargs)
+        return plain_optimizer(value, **kwargs)
 
     builder.OptimizerSource = optimizer_source  # type: ignore[misc,assignment]
     builder.OptimizerVariable = optimizer_variable  # type: ignore[misc,assignment]
+
+
+_LOOKUPS = ("var_getattr", "tp_getattro_impl")
+"""How variables look up attributes: until torch 2.13, and since 2.14."""
+
+
+def _updated(tx: Any) -> set[int]:
+    """Return the identities of the optimizers whose update is in the graph being traced."""
+    found: set[int] = vars(tx.output).setdefault("_mpcompile_updated", set())
+    return found
+
+
+def _refusing_state(lookup: Callable[..., Any]) -> Callable[..., Any]:
+    """Break the graph where the state is read after the update: Dynamo would see the old one."""
+
+    def read(self: Any, tx: Any, name: Any) -> Any:
+        if name == "state" and id(self.value) in _updated(tx):
+            _break("the optimizer's state is read after its update", "optimizer.state")
+        return lookup(self, tx, name)
+
+    return read
 
 
 def _enter_scheduled_step(optimizer: torch.optim.Optimizer) -> None:
@@ -190,6 +220,7 @@ def _emit_update(tx: Any, optimizer: torch.optim.Optimizer, trace: WholeTrace) -
     if all(grad is None for grad in grads):
         return False
     trace.keep_parameters(optimizer)
+    _updated(tx).add(id(optimizer))
     tx.output.create_proxy(
         "call_function",
         torch.ops.mpcompile.update.default,
@@ -252,7 +283,7 @@ def _install_backward() -> None:
             _detach_consumed(self, rv, tx)
         validate(self, rv, tx)
 
-    for lookup in ("var_getattr", "tp_getattro_impl"):
+    for lookup in _LOOKUPS:
         if lookup in vars(TensorVariable):
             setattr(TensorVariable, lookup, _reading_pending(getattr(TensorVariable, lookup)))
     TensorVariable._collect_backward_inputs = collect_backward_inputs  # type: ignore[method-assign]

@@ -241,6 +241,8 @@ def _whole_trace() -> Session | None:
 
 
 hooks.install()
+
+
 def _is_left_to_regions() -> bool:
     """Whether the function that is being traced in this thread was found not to be one graph."""
     session = current_session()
