@@ -190,7 +190,7 @@ def _format_break(reason: Any) -> GraphBreak:
     lines = [line.strip() for line in str(reason.reason).splitlines() if line.strip()]
     stack = list(reason.user_stack)
     text = lines[0] if lines else ""
-    if stack and stack[-1].filename == dispatch.__file__:
+    if stack and stack[-1].filename == dispatch.__file__ and stack[-1].name == "step":
         text = dispatch.BREAK_REASON
     inside = ("/site-packages/torch/", dispatch.__file__)
     frames = [f for f in stack if not any(part in f.filename for part in inside)]

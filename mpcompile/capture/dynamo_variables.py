@@ -62,6 +62,7 @@ def install(find_trace: Finder, is_left_to_regions: Callable[[], bool]) -> None:
 
 
 def _install_optimizers() -> None:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables import builder
     from torch._dynamo.variables.base import AttributeMutationExisting
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -85,7 +86,8 @@ def _install_optimizers() -> None:
             return stock_variable(value, **kwargs)
         kwargs.setdefault("mutation_type", AttributeMutationExisting())
         _enter_scheduled_step(value)
-        return plain_optimizer(value, **kwargs)
+        effects = InstructionTranslator.current_tx().output.side_effects
+        return effects.track_object_existing(value, plain_optimizer(value, **kwargs))
 
     builder.OptimizerSource = optimizer_source  # type: ignore[misc,assignment]
     builder.OptimizerVariable = optimizer_variable  # type: ignore[misc,assignment]

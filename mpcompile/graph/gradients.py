@@ -37,17 +37,21 @@ def private_outputs(graph: Graph) -> frozenset[int]:
 
 
 def drop_copies(graph: Graph) -> int:
-    """Return gradients themselves where their copy has the same type; return how many."""
+    """Let gradients stand for their copies where these have the same type; return how many.
+
+    What the graph returns stays a copy if it would share memory with another output or an input.
+    """
     (outputs,) = graph.output_node().args
     assert isinstance(outputs, (tuple, list))
     returned = [node for node in outputs if isinstance(node, Node)]
-    copies = [node for node in dict.fromkeys(returned) if _is_new_copy(node)]
+    copies = [node for node in graph.nodes if _is_new_copy(node)]
     roots = Counter(nodes.root(_copied(node) if node in copies else node) for node in returned)
     dropped = []
     for node in copies:
         source = _copied(node)
         root = nodes.root(source)
-        if roots[root] == 1 and root.op == "call_function" and _has_type_of(source, node):
+        is_own = roots[root] == 1 and root.op == "call_function"
+        if (is_own or node not in returned) and _has_type_of(source, node):
             node.replace_all_uses_with(source)
             dropped.append(node)
     nodes.erase_dead(graph, dropped)

@@ -74,7 +74,7 @@ class GradPlan:
                 continue
             done = self.steps[: len(numbers)]
             total = norms.norm(prepared, grads, done, numbers, float(clip.norm_type))
-            norm = torch.tensor(total, dtype=grads[0].dtype)
+            norm = torch.tensor(total, dtype=prepared.members[0].param.dtype)
             numbers.append(clip_coefficient(norm, clip.max_norm))
         return numbers, norm
 

@@ -154,12 +154,13 @@ class OptimizerUpdate:
     ) -> Outcome:
         """Run the optimizer's own step on the gradients after ``plan``."""
         params = self._all_params()
+        grads = [None if g is None else g.to(p.dtype) for p, g in zip(params, grads, strict=True)]
         treated, norm = apply_eagerly(plan, grads)
         before = [p.grad for p in params]
         grad_mode = self._grad_mode
         try:
             for param, grad in zip(params, treated, strict=True):
-                param.grad = None if grad is None else grad.to(param.dtype)
+                param.grad = grad
             amp = _without_scaler(self.optimizer)
             with amp, dispatch.suspended(), torch.set_grad_enabled(grad_mode):
                 self._original_step(self.optimizer)

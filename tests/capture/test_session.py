@@ -172,7 +172,7 @@ def test_steps_in_two_threads_have_separate_reports() -> None:
 
 def test_breaks_are_named_once_with_the_users_line() -> None:
     _, step = classifier_step()
-    compiled = compile_step(step)
+    compiled = compile_step(step, capture="regions")
     compiled(*batch())
     found = [line for _, line in last_report(compiled).breaks if line.startswith("steps.py:")]
     backward = step.__code__.co_firstlineno + 2
@@ -262,7 +262,7 @@ def test_double_backward_gets_our_explanation() -> None:
         slope.square().sum().backward()
 
     with pytest.raises(RuntimeError, match="double backward") as caught:
-        compile_step(step)(torch.ones(3, 4, requires_grad=True))
+        compile_step(step, capture="regions")(torch.ones(3, 4, requires_grad=True))
     assert "differentiates twice through a compiled graph" in notes(caught.value)
     assert "torch.compiler.disable" in notes(caught.value)
 
@@ -276,7 +276,7 @@ def test_second_backward_through_one_graph_gets_our_explanation() -> None:
         fake.square().sum().backward()
 
     with pytest.raises(RuntimeError) as caught:
-        compile_step(step)(torch.ones(3, 4))
+        compile_step(step, capture="regions")(torch.ones(3, 4))
     assert "mpcompile: " in notes(caught.value)
     assert "torch.compile of any backend" in notes(caught.value)
 

@@ -34,7 +34,7 @@ PRINTS = GraphPrints(
 
 @pytest.fixture
 def compiled() -> Any:
-    step = compile_step(classifier_step()[1])
+    step = compile_step(classifier_step()[1], capture="regions")
     step(*batch())
     return step
 
@@ -126,7 +126,7 @@ def test_every_decision_has_a_reason_and_a_module(compiled: Any) -> None:
 
 
 def test_update_regions_have_no_casts() -> None:
-    step = compile_step(classifier_step()[1], disable=["fuse-updates"])
+    step = compile_step(classifier_step()[1], disable=["fuse-updates"], capture="regions")
     step(*batch())
     regions = [r for r in last_report(step).regions if r.kind is GraphKind.UPDATE]
     assert regions

@@ -81,6 +81,16 @@ def test_disabled_by_name() -> None:
     eager, _ = _train(torch.optim.AdamW, None)
     ours, step = _train(torch.optim.AdamW, {**EAGER_FP32, "disable": ["fuse-updates"]})
     assert ours == pytest.approx(eager, rel=1e-6)
+    (update,) = last_report(step).updates
+    assert "fuse-updates is off" in update.reason
+    assert update.kernels == ()
+
+
+def test_disabled_in_regions() -> None:
+    options = {**EAGER_FP32, "disable": ["fuse-updates"], "capture": "regions"}
+    eager, _ = _train(torch.optim.AdamW, None)
+    ours, step = _train(torch.optim.AdamW, options)
+    assert ours == pytest.approx(eager, rel=1e-6)
     assert last_report(step).updates == []
 
 
@@ -96,7 +106,8 @@ def test_kill_switch_leaves_the_optimizer_alone(monkeypatch: pytest.MonkeyPatch)
 def test_report_names_the_line_of_the_step() -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    step: Any = torch.compile(_step(model, optimizer), backend="mpcompile", options=EAGER_FP32)
+    options: Any = {**EAGER_FP32, "capture": "regions"}
+    step: Any = torch.compile(_step(model, optimizer), backend="mpcompile", options=options)
     step(*_batches(1)[0])
     lines = [line for reason, line in last_report(step).breaks if "Optimizer.step" in reason]
     expected = _step.__code__.co_firstlineno + 5

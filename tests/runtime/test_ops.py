@@ -10,6 +10,7 @@ import torch
 
 from mpcompile.errors import CaptureError
 from mpcompile.runtime import ops
+from mpcompile.runtime.grads import ClipNorm, ClipValue, GradPlan
 from mpcompile.runtime.updates import Updates
 from tests.runtime.updating import parameters, relative_difference, set_grads
 
@@ -25,33 +26,45 @@ def test_op_updates_from_given_gradients() -> None:
         grads = [param.grad for param in lists[1]]
         for param in lists[1]:
             param.grad = None
-        if step < 2:
-            torch.ops.mpcompile.update(handle, grads)
-        else:
-            for param, grad in zip(lists[1], grads, strict=True):
-                param.grad = grad
-            torch.ops.mpcompile.update(handle, [])
+        given = [position % 2 == 0 or step < 2 for position in range(len(grads))]
+        for param, grad, is_given in zip(lists[1], grads, given, strict=True):
+            param.grad = None if is_given else grad
+        torch.ops.mpcompile.update(handle, grads, given)
     assert relative_difference(*lists) <= 1e-6
 
 
 @pytest.mark.parametrize("write", [False, True])
-def test_op_clips_inside_the_update(write: bool) -> None:
+def test_update_clips(write: bool) -> None:
     lists = [parameters(), parameters()]
     pair = [torch.optim.AdamW(params) for params in lists]
     updates = Updates()
     handle = updates.of(pair[1]).handle
+    plan = GradPlan(clips=(ClipValue(1.5), ClipNorm(2.0)), write=write)
     for step in range(4):
         set_grads(step, *lists)
         torch.nn.utils.clip_grad_value_(lists[0], 1.5)
         norm = torch.nn.utils.clip_grad_norm_(lists[0], 2.0)
         pair[0].step()
-        ours = torch.ops.mpcompile.update_clipped(
-            handle, [], ["value", "norm"], [1.5, 2.0], [2.0, 2.0], write
-        )
-        torch.testing.assert_close(ours, norm, rtol=1e-6, atol=0.0)
+        grads = [param.grad for param in lists[1]]
+        outcome = ops.run_update(handle, grads, [True] * len(grads), plan)
+        assert outcome.norm is not None
+        torch.testing.assert_close(outcome.norm, norm, rtol=1e-6, atol=0.0)
         same = torch.allclose(lists[0][2].grad, lists[1][2].grad)  # type: ignore[arg-type]  # set
         assert same == write
     assert relative_difference(*lists) <= 1e-6
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+def test_clip_ops_are_those_of_torch(order: float) -> None:
+    lists = [parameters(), parameters()]
+    set_grads(0, *lists)
+    grads = [param.grad for param in lists[1] if param.grad is not None]
+    norm = torch.nn.utils.clip_grad_norm_(lists[0], 0.5, order)
+    assert torch.equal(torch.ops.mpcompile.clip_grad_norm_(grads, 0.5, order), norm)
+    torch.nn.utils.clip_grad_value_(lists[0], 0.01)
+    torch.ops.mpcompile.clip_grad_value_(grads, 0.01)
+    for param, other in zip(*lists, strict=True):
+        torch.testing.assert_close(param.grad, other.grad, rtol=0, atol=0)
 
 
 def test_handle_is_a_hash_of_content() -> None:
@@ -76,4 +89,4 @@ def test_handle_of_a_freed_optimizer_is_refused() -> None:
     del optimizer
     gc.collect()
     with pytest.raises(CaptureError, match="no optimizer has the handle"):
-        torch.ops.mpcompile.update(handle, [])
+        torch.ops.mpcompile.update(handle, [], [])
