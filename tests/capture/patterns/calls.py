@@ -639,7 +639,7 @@ def count_in_the_state_read_after_the_update() -> Program:
     return Program(step, model, [opt], pair)
 
 
-@pattern(whole=False)
+@pattern()
 def number_of_the_group_read_after_the_update() -> Program:
     model = network()
     opt = CountsInGroup(model.parameters())
@@ -675,16 +675,3 @@ def rate_read_after_the_update() -> Program:
         opt.param_groups[0]["lr"] = 0.1 / (call + 1)
 
     return Program(step, model, [opt], pair, before)
-
-
-@pattern(whole=False)
-def attribute_of_the_optimizer_read_before_and_after() -> Program:
-    model = network()
-    opt = CountsItself(model.parameters())
-
-    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Any]:
-        first = opt.num_steps
-        loss = _train(model, opt, x, y)
-        return loss, opt.num_steps - first
-
-    return Program(step, model, [opt], pair)

@@ -143,42 +143,6 @@ def optimizer_in_the_backward() -> Program:
     return Program(step, model, list(opts.values()), pair)
 
 
-def _accumulator(param: Tensor) -> Any:
-    node = param.view_as(param).grad_fn
-    assert node is not None
-    return node.next_functions[0][0]
-
-
-@pattern(whole=False)
-def hook_of_the_accumulator() -> Program:
-    model, _, program = _program()
-    node = _accumulator(model[0].weight)
-    node.register_hook(lambda *args: program.log.append("accumulated"))
-    program.before = lambda call: program.log.append(node.name())
-    return program
-
-
-@pattern(whole=False)
-def hook_before_the_accumulator() -> Program:
-    model, _, program = _program()
-    node = _accumulator(model[0].weight)
-    node.register_prehook(lambda grads: tuple(grad * 2 for grad in grads))
-    program.before = lambda call: program.log.append(node.name())
-    return program
-
-
-@pattern()
-def hook_of_the_accumulator_added_later() -> Program:
-    model, _, program = _program()
-    kept: list[Any] = []
-
-    def add() -> None:
-        kept.append(_accumulator(model[0].weight))
-        kept[0].register_prehook(lambda grads: tuple(grad * 2 for grad in grads))
-
-    return _at(program, {2: add})
-
-
 @pattern()
 def hook_of_an_activation() -> Program:
     model = network()
