@@ -42,6 +42,17 @@ class Program:
     extra: list[Tensor] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Raised:
+    """What a step raised; equal if the type is."""
+
+    name: str
+    text: str = field(compare=False)
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {self.text}"
+
+
 Build = Callable[[], Program]
 
 
@@ -53,7 +64,7 @@ def run(program: Program, step: Callable[..., Any], calls: int) -> Iterator[dict
         try:
             result: Any = step(*program.batch(call))
         except (ValueError, RuntimeError, TypeError, IndexError) as error:
-            result = type(error).__name__
+            result = Raised(type(error).__name__, str(error))
         yield observe(program, result)
 
 
@@ -98,7 +109,7 @@ def differences(eager: dict[str, Any], ours: dict[str, Any], tolerance: float) -
             continue
         pairs = zip(left, right, strict=True)
         found += [f"{name}: {text}" for a, b in pairs if (text := _differs(a, b, tolerance))]
-    return sorted(found)
+    return sorted(found, key=lambda text: (not text.startswith("result"), text))
 
 
 def _differs(eager: Any, ours: Any, tolerance: float) -> str:
@@ -107,7 +118,7 @@ def _differs(eager: Any, ours: Any, tolerance: float) -> str:
     kinds = [(t.dtype, tuple(t.shape), t.layout, t.requires_grad) for t in (eager, ours)]
     if kinds[0] != kinds[1]:
         return f"{kinds[0]} != {kinds[1]}"
-    if eager.layout is torch.strided and eager.stride() != ours.stride():
+    if eager.layout is torch.strided and _strides(eager) != _strides(ours):
         return f"strides {eager.stride()} != {ours.stride()}"
     a, b = (t.to_dense().double() for t in (eager, ours))
     equal = (a == b) | (a.isnan() & b.isnan())
@@ -120,6 +131,11 @@ def _differs(eager: Any, ours: Any, tolerance: float) -> str:
     return f"{distance / max(size, 1e-300):.1e} apart (largest value {size:.2e})"
 
 
+def _strides(tensor: Tensor) -> list[int]:
+    """Return the strides that say where elements are: not those of length 1."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
 def _same(eager: Any, ours: Any, tolerance: float) -> bool:
     if isinstance(eager, float) and isinstance(ours, float) and tolerance:
         return abs(eager - ours) <= tolerance * abs(eager)
@@ -128,7 +144,8 @@ def _same(eager: Any, ours: Any, tolerance: float) -> bool:
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) < 60 else f"{text[:57]}..."
+    size = 400 if isinstance(value, Raised) else 60
+    return text if len(text) < size else f"{text[: size - 3]}..."
 
 
 def compare(

@@ -1,0 +1,79 @@
+"""Hold random training programs to eager: ``python -m tests.fuzz_steps --programs 500 --seed 0``.
+
+Prints a line for each program that differs, fails or was refused, with the seed that makes it again
+(``--programs 1 --seed N``), then how many there were of each kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from mpcompile.backend import last_report
+from tests.fuzzing.steps import Choices, Random, random_program
+from tests.programs import compare
+
+CALLS = 4
+_REFUSED = ("Trying to backward through the graph a second time", "mpcompile:")
+"""Marks of errors that say what a user is to change."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of one program: same, rounding, differs, refused or fails."""
+
+    seed: int
+    kind: str
+    details: tuple[str, ...] = ()
+    whole: bool = False
+
+
+def check(seed: int, **options: object) -> Finding:
+    """Run the program of ``seed`` eagerly and compiled."""
+    torch._dynamo.reset()
+    try:
+        found, compiled = compare(lambda: random_program(seed), CALLS, **options)
+    except Exception as error:  # noqa: BLE001  # a fuzzer goes on
+        text = f"{type(error).__name__}: {error}"
+        notes = "\n".join(getattr(error, "__notes__", ()))
+        is_refused = any(mark in text + notes for mark in _REFUSED)
+        return Finding(seed, "refused" if is_refused else "fails", (text[:1500],))
+    whole = not last_report(compiled).breaks
+    if not found:
+        return Finding(seed, "same", whole=whole)
+    return Finding(seed, "differs", tuple(found), whole)
+
+
+def main() -> int:
+    """Run the fuzzer; return how many programs differ or fail."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--fused", action="store_true", help="with fuse-updates on")
+    args = parser.parse_args()
+    logging.getLogger("torch").setLevel(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    disable: list[str] = [] if args.fused else ["fuse-updates"]
+    counts: Counter[str] = Counter()
+    start = time.time()
+    for seed in range(args.seed, args.seed + args.programs):
+        finding = check(seed, disable=disable, check="off")
+        counts[finding.kind] += 1
+        counts["whole"] += finding.whole
+        if finding.kind != "same":
+            print(f"seed {seed}: {finding.kind} {Choices.draw(Random(seed))}", flush=True)
+            for line in finding.details[:6]:
+                print(f"    {line}", flush=True)
+    print(f"seeds {args.seed} to {args.seed + args.programs - 1}: {dict(counts)}")
+    print(f"{time.time() - start:.0f} s")
+    return counts["differs"] + counts["fails"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

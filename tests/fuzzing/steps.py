@@ -1,0 +1,324 @@
+"""Random training programs: a model, optimizers, and a step put together from what people write."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+
+from tests.fuzzing.models import CLASSES, random_model
+from tests.programs import Program
+from tests.runtime.optimizers import AdamWithEma, Lamb, Lion
+
+Params = Iterable[Any]
+_OPTIMIZERS: dict[str, Callable[[Params], Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "lamb": lambda p: Lamb(p, lr=0.01),
+    "lion": lambda p: Lion(p, lr=0.001),
+    "adam with average": lambda p: AdamWithEma(p, lr=0.01),
+}
+_ZERO = ("first", "last", "both", "never", "to zero first", "to zero last", "model", "outside")
+_CLIP = ("no", "no", "norm", "value", "both", "inf", "by hand", "some", "norm as number")
+_BACKWARD = ("once", "once", "chunks", "retain", "grad", "inputs", "two losses", "penalty")
+_AFTER = ("nothing", "nothing", "nothing", "average", "clamp", "evaluate", "scheduler")
+_EDIT = ("no", "no", "no", "scale", "noise", "replace", "data", "read")
+_RETURN = ("loss", "undetached", "dict", "item", "gradients")
+_BETWEEN = (
+    "nothing", "nothing", "rate", "freeze", "load", "evaluate", "hook", "data", "clear", "eager",
+    "train mode", "add group", "optimizer hook", "reverse", "set gradients",
+)  # fmt: skip
+_LOSS = ("cross entropy", "mse", "smooth", "bce", "smoothed cross entropy")
+
+
+@dataclass
+class Choices:
+    """What a seed stands for."""
+
+    optimizer: str
+    second: str
+    zero: str
+    clip: str
+    backward: str
+    edit: str
+    after: str
+    result: str
+    between: str
+    loss: str
+    lengths: bool
+    skips: bool
+    counts: bool
+
+    @staticmethod
+    def draw(rng: Random) -> Choices:
+        """Draw from ``rng``."""
+        names = sorted(_OPTIMIZERS)
+        return Choices(
+            optimizer=rng.choice(names),
+            second=rng.choice(names) if rng.random() < 0.25 else "",
+            zero=rng.choice(_ZERO),
+            clip=rng.choice(_CLIP),
+            backward=rng.choice(_BACKWARD),
+            edit=rng.choice(_EDIT),
+            after=rng.choice(_AFTER),
+            result=rng.choice(_RETURN),
+            between=rng.choice(_BETWEEN),
+            loss=rng.choice(_LOSS),
+            lengths=rng.random() < 0.2,
+            skips=rng.random() < 0.15,
+            counts=rng.random() < 0.1,
+        )
+
+
+@dataclass
+class Parts:
+    """What a step works on."""
+
+    choices: Choices
+    model: nn.Module
+    optimizers: list[Optimizer]
+    schedulers: list[Any] = field(default_factory=list)
+    average: list[Tensor] = field(default_factory=list)
+    log: list[Any] = field(default_factory=list)
+
+    def params(self) -> list[nn.Parameter]:
+        """Return the parameters that train, each once."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of a batch."""
+        out, kind = self.model(x), self.choices.loss
+        goal = F.one_hot(labels, CLASSES).float()
+        if kind == "mse":
+            return F.mse_loss(out, goal)
+        if kind == "smooth":
+            return F.smooth_l1_loss(out, goal)
+        if kind == "bce":
+            return F.binary_cross_entropy_with_logits(out, goal)
+        return F.cross_entropy(out, labels, label_smoothing=0.1 if "smoothed" in kind else 0.0)
+
+
+def _clear(parts: Parts, at: str) -> None:
+    zero = parts.choices.zero
+    if zero in (at, "both"):
+        for opt in parts.optimizers:
+            opt.zero_grad()
+    elif zero == f"to zero {at}":
+        for opt in parts.optimizers:
+            opt.zero_grad(set_to_none=False)
+    elif zero == "model" and at == "first":
+        parts.model.zero_grad()
+
+
+def _backward(parts: Parts, x: Tensor, labels: Tensor) -> Tensor:
+    kind = parts.choices.backward
+    if kind == "chunks":
+        total = torch.zeros(())
+        for rows, some in zip(x.chunk(2), labels.chunk(2), strict=True):
+            loss = parts.loss(rows, some) / 2
+            loss.backward()  # type: ignore[no-untyped-call]
+            total = total + loss.detach()
+        return total
+    loss = parts.loss(x, labels)
+    if kind == "retain":
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        (loss * 0.5).backward()  # type: ignore[no-untyped-call]
+    elif kind == "grad":
+        params = parts.params()
+        grads = torch.autograd.grad(loss, params, allow_unused=True)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+    elif kind == "inputs":
+        loss.backward(inputs=parts.params()[1:])  # type: ignore[no-untyped-call]
+    elif kind == "two losses":
+        other = parts.loss(x, labels.flip(0))
+        loss.backward()  # type: ignore[no-untyped-call]
+        (other * 0.1).backward()  # type: ignore[no-untyped-call]
+    elif kind == "penalty":
+        squares = [p.square().sum() for opt in parts.optimizers for p in opt.param_groups[0]["params"]]
+        loss = loss + 1e-3 * torch.stack(squares).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+    else:
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _edit(parts: Parts) -> Any:
+    kind = parts.choices.edit
+    for index, param in enumerate(parts.params() if kind != "no" else ()):
+        if param.grad is None:
+            continue
+        if kind == "scale":
+            param.grad.mul_(0.5)
+        elif kind == "noise":
+            param.grad.add_(torch.randn_like(param), alpha=0.01)
+        elif kind == "replace" and index % 2:
+            param.grad = param.grad * 0.3 + 0.01
+        elif kind == "data":
+            param.grad.data.clamp_(-0.1, 0.1)
+    if kind == "read":
+        return sum(float(p.grad.norm()) for p in parts.params() if p.grad is not None)
+    return None
+
+
+def _clip(parts: Parts) -> Any:
+    kind, params = parts.choices.clip, parts.params()
+    if kind == "norm":
+        return torch.nn.utils.clip_grad_norm_(params, 0.3)
+    if kind == "norm as number":
+        return torch.nn.utils.clip_grad_norm_(parts.model.parameters(), 0.3).item()
+    if kind == "inf":
+        return torch.nn.utils.clip_grad_norm_(params, 0.1, norm_type=float("inf"))
+    if kind == "some":
+        return torch.nn.utils.clip_grad_norm_(params[1:], 0.1)
+    if kind == "value":
+        torch.nn.utils.clip_grad_value_(params, 0.05)
+    if kind == "both":
+        torch.nn.utils.clip_grad_value_(params, 0.05)
+        torch.nn.utils.clip_grad_norm_(params, 0.2)
+    if kind == "by hand":
+        grads = [p.grad for p in params if p.grad is not None]
+        norm = torch.stack([g.norm() for g in grads]).norm()
+        for grad in grads:
+            grad.mul_((0.3 / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+    return None
+
+
+def _after(parts: Parts, x: Tensor, labels: Tensor) -> Any:
+    kind = parts.choices.after
+    with torch.no_grad():
+        if kind == "average":
+            for old, new in zip(parts.average, parts.model.parameters(), strict=True):
+                old.lerp_(new, 0.1)
+        if kind == "clamp":
+            for param in parts.model.parameters():
+                param.clamp_(-1.0, 1.0)
+        if kind == "evaluate":
+            return parts.loss(x, labels)
+    if kind == "scheduler":
+        for scheduler in parts.schedulers:
+            scheduler.step()
+    return None
+
+
+def build_step(parts: Parts) -> Callable[..., Any]:
+    """Return the step."""
+    choices = parts.choices
+
+    def step(x: Tensor, labels: Tensor, update: bool) -> Any:
+        if choices.counts:
+            parts.log.append(len(parts.log))
+        _clear(parts, "first")
+        loss = _backward(parts, x, labels)
+        edited, norm, after = _edit(parts), None, None
+        if update:
+            norm = _clip(parts)
+            for opt in parts.optimizers:
+                opt.step()
+            after = _after(parts, x, labels)
+            _clear(parts, "last")
+        if choices.result == "undetached":
+            return loss, after
+        if choices.result == "item":
+            return loss.item(), norm, after
+        if choices.result == "dict":
+            return {"loss": loss.detach(), "norm": norm, "after": after, "edited": edited}
+        if choices.result == "gradients":
+            return [p.grad for p in parts.params()], loss.detach(), after
+        return loss.detach(), after
+
+    return step
+
+
+def _change(parts: Parts, call: int, batch: Callable[[int], Any], step: Callable[..., Any]) -> None:
+    """Do between two calls what the choices say."""
+    kind, opt = parts.choices.between, parts.optimizers[0]
+    params = list(parts.model.parameters())
+    if kind == "rate":
+        opt.param_groups[0]["weight_decay"] = 0.01 * call
+    if kind == "freeze":
+        params[0].requires_grad_(call % 2 == 0)
+    if kind == "load" and call:
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    if kind == "evaluate":
+        with torch.no_grad():
+            parts.log.append(parts.loss(*batch(call)[:2]))
+    if kind == "hook" and call == 2:
+        params[-1].register_hook(lambda grad: grad * 2)
+    if kind == "data" and call:
+        params[0].data = params[0].data * 0.9
+    if kind == "clear" and call == 2:
+        opt.state.clear()
+    if kind == "eager" and call == 2:
+        step(*batch(call + 50))
+    if kind == "train mode":
+        parts.model.train(call % 2 == 0)
+    if kind == "add group" and call == 2:
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    if kind == "optimizer hook" and call == 2:
+        opt.register_step_pre_hook(lambda *args: parts.log.append("before"))
+    if kind == "reverse" and call == 2:
+        opt.param_groups[0]["params"].reverse()
+    if kind == "set gradients":
+        for index, param in enumerate(params):
+            param.grad = torch.full_like(param, 0.01) if (index + call) % 3 else None
+    if parts.choices.zero == "outside":
+        for each in parts.optimizers:
+            each.zero_grad(set_to_none=call % 3 != 0)
+
+
+def random_program(seed: int) -> Program:
+    """Return the program of ``seed``, the same every time."""
+    rng = Random(seed)
+    choices = Choices.draw(rng)
+    model, inputs = random_model(rng)
+    params = list(model.parameters())
+    if rng.random() < 0.15 and len(params) > 3:
+        params[rng.randrange(2)].requires_grad_(False)
+    cut = rng.randint(1, len(params) - 1) if choices.second else len(params)
+    optimizers = [_OPTIMIZERS[choices.optimizer](_groups(rng, params[:cut]))]
+    if choices.second:
+        optimizers.append(_OPTIMIZERS[choices.second](params[cut:]))
+    parts = Parts(choices, model, optimizers)
+    if choices.after == "average":
+        parts.average = [p.detach().clone() for p in params]
+    if choices.after == "scheduler":
+        parts.schedulers = [lr_scheduler.ExponentialLR(opt, 0.9) for opt in optimizers]
+    step = build_step(parts)
+
+    def batch(call: int) -> tuple[Any, ...]:
+        rows = 4 + 2 * (call % 3) if choices.lengths else 4
+        labels = torch.randint(CLASSES, (rows,), generator=torch.Generator().manual_seed(call))
+        return inputs(call, rows), labels, not choices.skips or call % 2 == 1
+
+    def before(call: int) -> None:
+        _change(parts, call, batch, step)
+
+    return Program(step, model, optimizers, batch, before, parts.log, parts.average)
+
+
+def _groups(rng: Random, params: list[nn.Parameter]) -> Any:
+    if len(params) < 2 or rng.random() < 0.7:
+        return params
+    return [{"params": params[::2], "weight_decay": 0.0}, {"params": params[1::2]}]
