@@ -62,19 +62,14 @@ def install(find_trace: Finder, is_left_to_regions: Callable[[], bool]) -> None:
 
 
 def _install_optimizers() -> None:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables import builder
-    from torch._dynamo.variables.base import AttributeMutationExisting
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
-    class PlainOptimizer(UserDefinedObjectVariable):
-        """An optimizer as a plain object, whose state Dynamo does not know after an update."""
-
+    # Not in a subclass: Dynamo tracks writes to objects whose variable is of this very type.
     for lookup in _LOOKUPS:
-        if hasattr(UserDefinedObjectVariable, lookup):
+        if lookup in vars(UserDefinedObjectVariable):
             stock_lookup = getattr(UserDefinedObjectVariable, lookup)
-            setattr(PlainOptimizer, lookup, _refusing_state(stock_lookup))
-    plain_optimizer: Any = PlainOptimizer
+            setattr(UserDefinedObjectVariable, lookup, _refusing_changed(stock_lookup))
     stock_source: Any = builder.OptimizerSource
     stock_variable: Any = builder.OptimizerVariable
 
@@ -84,10 +79,9 @@ def _install_optimizers() -> None:
     def optimizer_variable(value: Any, **kwargs: Any) -> Any:
         if _find_trace() is None:
             return stock_variable(value, **kwargs)
-        kwargs.setdefault("mutation_type", AttributeMutationExisting())
+        kwargs.pop("mutation_type", None)  # set by those that have one for every such object
         _enter_scheduled_step(value)
-        effects = InstructionTranslator.current_tx().output.side_effects
-        return effects.track_object_existing(value, plain_optimizer(value, **kwargs))
+        return UserDefinedObjectVariable(value, **kwargs)
 
     builder.OptimizerSource = optimizer_source  # type: ignore[misc,assignment]
     builder.OptimizerVariable = optimizer_variable  # type: ignore[misc,assignment]
@@ -103,15 +97,22 @@ def _updated(tx: Any) -> set[int]:
     return found
 
 
-def _refusing_state(lookup: Callable[..., Any]) -> Callable[..., Any]:
-    """Break the graph where the state is read after the update: Dynamo would see the old one."""
+def _refusing_changed(lookup: Callable[..., Any]) -> Callable[..., Any]:
+    """Break the graph where it reads what an update in it changes: Dynamo would see the old."""
 
     def read(self: Any, tx: Any, name: Any) -> Any:
-        if name == "state" and id(self.value) in _updated(tx):
-            _break("the optimizer's state is read after its update", "optimizer.state")
+        if id(self.value) in _updated(tx) and _is_changed_by_step(self.value, name):
+            context = f"{type(self.value).__name__}.{name}"
+            _break("what an update changes is read after it", context)
         return lookup(self, tx, name)
 
     return read
+
+
+def _is_changed_by_step(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    """Whether the attribute is the state of ``optimizer`` or a number that its class may count."""
+    is_number = isinstance(vars(optimizer).get(name), (int, float, torch.Tensor))
+    return name == "state" or (is_number and not name.startswith("_"))
 
 
 def _enter_scheduled_step(optimizer: torch.optim.Optimizer) -> None:

@@ -675,3 +675,21 @@ def rate_read_after_the_update() -> Program:
         opt.param_groups[0]["lr"] = 0.1 / (call + 1)
 
     return Program(step, model, [opt], pair, before)
+
+
+@pattern()
+def attribute_of_the_optimizer_written() -> Program:
+    model, opt = _parts()
+    program = Program(lambda: None, model, [opt], pair)
+    opt.num_calls = 0  # type: ignore[attr-defined]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        opt.num_calls += 1  # type: ignore[attr-defined]
+        loss = _train(model, opt, x, y)
+        return loss
+
+    def before(call: int) -> None:
+        program.log.append(opt.num_calls)  # type: ignore[attr-defined]
+
+    program.step, program.before = step, before
+    return program
