@@ -11,7 +11,7 @@ traced whole in the same thread. What differs then:
 - a value that is returned although backward has consumed its graph is detached.
 
 Private torch API, seen in 2.11 to 2.14: ``trace_rules._allowed_callable_ids``;
-``TorchInGraphFunctionVariable._get_handlers``; ``TensorVariable._collect_backward_inputs`` and
+``TensorVariable._collect_backward_inputs`` and
 ``_method_register_hook``; ``builder.OptimizerVariable`` and ``OptimizerSource``;
 ``OutputGraph._validate_outputs_safe_for_autograd_nodes``; ``SideEffects.id_to_variable``,
 ``is_modified`` and ``has_pending_mutation_of_attr``; ``exc.unimplemented``.
@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from mpcompile.capture import hooks
+from mpcompile.capture.dynamo_handlers import handle
 from mpcompile.runtime import stand_ins
 from mpcompile.runtime.update import AMP_NAMES
 
@@ -126,7 +127,7 @@ def _enter_scheduled_step(optimizer: torch.optim.Optimizer) -> None:
     if not getattr(wrapper, "_wrapped_by_lr_sched", False) or wrapper in _scheduled:
         return
     _scheduled.add(wrapper)
-    _handle(wrapper, functools.partial(_trace_scheduled, weakref.ref(wrapper)))
+    handle(wrapper, functools.partial(_trace_scheduled, weakref.ref(wrapper)))
     weakref.finalize(wrapper, trace_rules._allowed_callable_ids.remove, id(wrapper))
 
 
@@ -159,22 +160,13 @@ def _owner(wrapper: Any) -> Any:
 
 
 def _install_stand_ins() -> None:
-    _handle(stand_ins.update_in_graph, _trace_update)
+    handle(stand_ins.update_in_graph, _trace_update)
     clips = {
         torch.nn.utils.clip_grad_norm_: stand_ins.clip_grad_norm,
         torch.nn.utils.clip_grad_value_: stand_ins.clip_grad_value,
     }
     for original, stand_in in clips.items():
-        _handle(original, functools.partial(_trace_clip, original, stand_in))
-
-
-def _handle(function: Any, handler: Callable[..., Any]) -> None:
-    """Have Dynamo call ``handler(variable, tx, *args, **kwargs)`` where it meets ``function``."""
-    from torch._dynamo import trace_rules
-    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-
-    trace_rules._allowed_callable_ids.add(id(function))
-    TorchInGraphFunctionVariable._get_handlers()[function] = handler
+        handle(original, functools.partial(_trace_clip, original, stand_in))
 
 
 def _trace_clip(original: Any, stand_in: Any, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:

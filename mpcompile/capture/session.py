@@ -112,6 +112,7 @@ class Session:
         position = dynamo_api.num_breaks()
         self._parameters.check()
         replay = self._begin_replay()
+        remedies.install_for_imported()
         restore_tracing = self._set_tracing()
         try:
             with self._dispatching():

@@ -6,9 +6,22 @@ thread. Without it the step would be right too, in regions.
 
 from __future__ import annotations
 
-from mpcompile.capture.remedies import logger_calls
+from mpcompile.capture.remedies import (
+    activation_grads,
+    causal_mask,
+    ctc_loss,
+    cudnn_flags,
+    logger_calls,
+    output_capturing,
+)
 
 
 def install() -> None:
     """Install all remedies; once."""
-    logger_calls.install()
+    for remedy in (activation_grads, causal_mask, ctc_loss, cudnn_flags, logger_calls):
+        remedy.install()
+
+
+def install_for_imported() -> None:
+    """Install remedies for other packages as far as they are imported; cheap, before each call."""
+    output_capturing.install()

@@ -61,3 +61,17 @@ def _seeded(build: Callable[[], Program]) -> Program:
 def _seeded_call(step: Step, batch: Any, seed: int) -> Tensor:
     torch.manual_seed(seed)
     return step(*batch)
+
+
+def check_breaks(build: Callable[[], Program], *batch: Any, reason: str) -> None:
+    """Assert that a step is left to regions for ``reason``, and does what eager does all the same.
+
+    Tests use it with a remedy switched off, which shows that the remedy is needed.
+    """
+    model, step = _seeded(build)
+    expected = _seeded_call(step, batch, 0)
+    copy, plain = _seeded(build)
+    compiled = compile_whole(plain)
+    torch.testing.assert_close(_seeded_call(compiled, batch, 0), expected)
+    torch.testing.assert_close(copy.state_dict(), model.state_dict())
+    assert any(reason in found for found in breaks_of(compiled)), breaks_of(compiled)

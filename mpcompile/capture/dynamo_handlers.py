@@ -1,0 +1,44 @@
+"""Functions that Dynamo hands to us instead of tracing them as they are.
+
+Private torch API, seen in 2.11 to 2.14: ``trace_rules._allowed_callable_ids``;
+``TorchInGraphFunctionVariable._get_handlers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpcompile.runtime.stand_ins import is_traced_whole
+
+
+def handle(function: Any, handler: Callable[..., Any]) -> None:
+    """Have Dynamo call ``handler(variable, tx, *args, **kwargs)`` where it meets ``function``."""
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    trace_rules._allowed_callable_ids.add(id(function))
+    TorchInGraphFunctionVariable._get_handlers()[function] = handler
+
+
+def trace_instead(original: Any, stand_in: Any, applies: Callable[[], bool] = lambda: True) -> None:
+    """Have Dynamo trace ``stand_in`` where a step that is traced whole calls ``original``.
+
+    Args:
+        original: a Python function that Dynamo would trace.
+        stand_in: one that takes the same arguments.
+        applies: asked at each call; where False, ``original`` is traced.
+    """
+
+    def trace(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.variables.functions import UserFunctionVariable
+
+        is_replaced = is_traced_whole() and applies()
+        function = (
+            UserFunctionVariable(stand_in)
+            if is_replaced
+            else UserFunctionVariable(original, source=self.source)
+        )
+        return function.call_function(tx, list(args), kwargs)
+
+    handle(original, trace)
