@@ -34,4 +34,5 @@ def install() -> None:
 def _sets_flag(obj: Any, name: Any, value: Any) -> bool:
     if not obj.is_tensor() or obj.source or not name.is_python_constant():
         return False
-    return name.as_python_constant() == "requires_grad" and value.is_python_constant()
+    is_flag: bool = name.as_python_constant() == "requires_grad"
+    return is_flag and bool(value.is_python_constant())

@@ -43,7 +43,8 @@ def _trace(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     log_probs = args[0] if args else kwargs["log_probs"]
     if not _is_spelled_out(log_probs.as_proxy().node.meta["example_value"]):
         return None
-    return UserFunctionVariable(_ctc_loss).call_function(tx, list(args), kwargs)
+    function: Any = _ctc_loss
+    return UserFunctionVariable(function).call_function(tx, list(args), kwargs)
 
 
 def _ctc_loss(

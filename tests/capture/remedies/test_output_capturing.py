@@ -22,7 +22,7 @@ def maybe_install_capturing_hooks(model: nn.Module) -> None:
     with _lock:
         for module in model.children():
             module.register_forward_hook(scale)
-        model.hooked = True
+        setattr(model, "hooked", True)  # noqa: B010  # as transformers does
 
 
 def scale(module: nn.Module, args: Any, output: Tensor) -> Tensor:
