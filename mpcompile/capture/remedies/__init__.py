@@ -13,12 +13,18 @@ from mpcompile.capture.remedies import (
     cudnn_flags,
     logger_calls,
     output_capturing,
+    raising_branches,
+)
+
+_OF_TORCH = (
+    *(activation_grads, causal_mask, ctc_loss, cudnn_flags),
+    *(logger_calls, raising_branches),
 )
 
 
 def install() -> None:
     """Install all remedies; once."""
-    for remedy in (activation_grads, causal_mask, ctc_loss, cudnn_flags, logger_calls):
+    for remedy in _OF_TORCH:
         remedy.install()
 
 

@@ -11,7 +11,8 @@ from mpcompile.capture.remedies import activation_grads
 from tests.capture.remedies.whole_steps import Program, check_breaks, check_whole, train_with
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(builtin, "SetAttrBuiltinVariable"), reason="older Dynamo does not trace requires_grad_() either"
+    not hasattr(builtin, "SetAttrBuiltinVariable"),
+    reason="older Dynamo does not trace requires_grad_() either",
 )
 
 
