@@ -31,7 +31,9 @@ class FuseUpdates(GraphPass):
     stage: ClassVar[Stage] = Stage.RUNTIME
     exact: ClassVar[bool] = False
     runs_after: ClassVar[tuple[str, ...]] = ("fold-casts",)
-    off: ClassVar[str] = "the optimizer's step is compiled as one more region"
+    off: ClassVar[str] = (
+        "the optimizer's own step runs as eager; with `capture` regions it is one more region"
+    )
 
     def run(self, gm: GraphModule, ctx: PassContext) -> int:
         """Return how many update ops ``gm`` has.

@@ -11,6 +11,7 @@ from mpcompile.capture import dynamo_api
 from mpcompile.capture.program import build_program
 from mpcompile.capture.regions import compile_region
 from mpcompile.capture.segments import (
+    ClipCall,
     NotSplittableError,
     Part,
     Segment,
@@ -22,6 +23,7 @@ from mpcompile.capture.segments import (
 )
 from mpcompile.capture.session import Session
 from mpcompile.lowering import Compiled
+from mpcompile.runtime import ops
 
 
 def compile_graph(gm: GraphModule, inputs: Sequence[Any], session: Session) -> Compiled:
@@ -41,11 +43,25 @@ def compile_graph(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
         session.report.add_break(f"not captured whole: {error}", error.line)
         session.leave_to_regions()
         dynamo_api.restart_tracing(str(error))
-    compiled = [
-        _compile_segment(part, parts, session) if isinstance(part, Segment) else None
-        for part in parts
-    ]
+    compiled, told = [], []
+    for part in parts:
+        before = len(session.report.regions)
+        compiled.append(
+            _compile_segment(part, parts, session) if isinstance(part, Segment) else None
+        )
+        told += _tell(part, range(before, len(session.report.regions)))
+    session.report.whole.append(" > ".join(told))
     return dynamo_api.without_dynamo(build_program(gm, parts, compiled, session.note_whole_run))
+
+
+def _tell(part: Part, regions: range) -> list[str]:
+    """Say what ``part`` is; nothing of one that was not compiled."""
+    if isinstance(part, UpdateCall):
+        name = type(ops.find(part.handle).optimizer).__name__
+        return [f"{name} update, clipping inside" if part.clips else f"{name} update"]
+    if isinstance(part, ClipCall):
+        return ["clip by value" if part.order is None else "clip by norm"]
+    return [f"region {index}" for index in regions]
 
 
 def _compile_segment(segment: Segment, parts: Sequence[Part], session: Session) -> Compiled:

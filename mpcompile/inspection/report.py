@@ -127,6 +127,7 @@ class StepReport:
         config: the options that were in force.
         regions: one entry per graph.
         updates: the optimizers' updates and their kernels.
+        whole: for each graph that holds its updates, the parts that run in turn.
         replayed: how many steps were replayed eagerly and compared (``check``).
         breaks: why and where graphs ended early: ``(reason, line)``, each once.
     """
@@ -135,6 +136,7 @@ class StepReport:
     regions: list[RegionReport] = field(default_factory=list)
     breaks: list[tuple[str, str]] = field(default_factory=list)
     updates: list[UpdateRecord] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
     replayed: int = 0
 
     def add_break(self, reason: str, line: str) -> None:

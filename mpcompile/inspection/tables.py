@@ -31,7 +31,17 @@ def format_report(report: StepReport) -> str:
     head = (
         f"mpcompile: dtype {dtype}, table {report.config.table}, lowering {report.config.lowering}"
     )
-    return "\n\n".join([head, *(part for part in parts if part)])
+    return "\n\n".join([f"{head}\n{_capture(report)}", *(part for part in parts if part)])
+
+
+def _capture(report: StepReport) -> str:
+    """Return one line on what is one graph."""
+    if not report.whole:
+        return "captured: in regions"
+    whole = "; ".join(dict.fromkeys(report.whole))
+    calls = "1 call" if report.replayed == 1 else f"{report.replayed} calls"
+    checked = f"; {calls} replayed eagerly and compared" if report.replayed else ""
+    return f"captured: whole, {whole}{checked}"
 
 
 def format_bytes(count: int) -> str:
