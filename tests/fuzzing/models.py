@@ -179,7 +179,6 @@ def _over_sequences(rng: Random) -> nn.Module:
     kinds: list[Callable[[], nn.Module]] = [
         lambda: Residual(Attention(WIDTH, 2)),
         lambda: Turned(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
-        lambda: Turned(nn.BatchNorm1d(WIDTH)),
         *[lambda: _anywhere(rng)] * 4,
     ]
     return rng.choice(kinds)()

@@ -338,7 +338,7 @@ def eager_training_in_another_thread() -> Program:
     return program
 
 
-@pattern(whole=False)
+@pattern()
 def compiled_function_inside() -> Program:
     model, opt = _parts()
     inner: Any = torch.compile(F.mse_loss, backend="aot_eager")
@@ -468,7 +468,7 @@ def scaler_of_the_user() -> Program:
     return program
 
 
-@pattern(whole=False)
+@pattern()
 def error_before_backward() -> Program:
     model, opt = _parts()
 
@@ -484,7 +484,7 @@ def error_before_backward() -> Program:
     return Program(step, model, [opt], lambda call: (*pair(call), call == 2))
 
 
-@pattern(whole=False)
+@pattern()
 def error_between_backward_and_update() -> Program:
     model, opt = _parts()
 
@@ -500,7 +500,7 @@ def error_between_backward_and_update() -> Program:
     return Program(step, model, [opt], lambda call: (*pair(call), call == 2))
 
 
-@pattern(whole=False)
+@pattern()
 def error_after_the_update() -> Program:
     model, opt = _parts()
 
@@ -547,7 +547,7 @@ def autocast_around_the_forward() -> Program:
     return Program(step, model, [opt], pair)
 
 
-@pattern()
+@pattern(whole=False)
 def gradients_cleared_before_they_are_used() -> Program:
     model, opt = _parts()
 

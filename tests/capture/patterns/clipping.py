@@ -33,7 +33,10 @@ def _clipped(clip: object, zero_first: bool = False) -> Program:
 
 @pattern()
 def clip_by_norm() -> Program:
-    return _clipped(lambda model: clip_grad_norm_(model.parameters(), 0.1) and None)
+    def clip(model: nn.Module) -> None:
+        clip_grad_norm_(model.parameters(), 0.1)
+
+    return _clipped(clip)
 
 
 @pattern()

@@ -59,13 +59,13 @@ def hook_of_a_parameter_that_notes() -> Program:
     return program
 
 
-@pattern()
+@pattern(whole=False)
 def hook_of_a_parameter_added_later() -> Program:
     model, _, program = _program()
     return _at(program, {2: lambda: model[0].weight.register_hook(_double)})
 
 
-@pattern()
+@pattern(whole=False)
 def hook_of_a_parameter_added_later_and_removed() -> Program:
     model, _, program = _program()
     handles: list[Any] = []
@@ -112,7 +112,7 @@ def hook_after_accumulation() -> Program:
     return program
 
 
-@pattern()
+@pattern(whole=False)
 def hook_after_accumulation_added_later() -> Program:
     model, _, program = _program()
 
@@ -224,7 +224,7 @@ def backward_hooks_of_modules() -> Program:
     return program
 
 
-@pattern()
+@pattern(whole=False)
 def backward_hook_of_a_module_added_later() -> Program:
     model, _, program = _program()
 
@@ -240,7 +240,7 @@ def _scale_gradients(opt: Optimizer, args: Any, kwargs: Any) -> None:
             param.grad.mul_(0.5)
 
 
-@pattern(whole=False)
+@pattern()
 def hooks_of_the_optimizer() -> Program:
     _, opt, program = _program()
     opt.register_step_pre_hook(_scale_gradients)

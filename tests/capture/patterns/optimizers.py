@@ -81,7 +81,7 @@ def optimizer_steps_twice() -> Program:
     return Program(step, model, [opt], pair)
 
 
-@pattern()
+@pattern(whole=False)
 def optimizer_steps_before_backward() -> Program:
     model = network()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -134,34 +134,6 @@ def gan_with_two_optimizers() -> Program:
         opts[1].step()
         made = F.softplus(-judge(make(x))).mean()
         opts[0].zero_grad()
-        made.backward()
-        opts[0].step()
-        return judged.detach(), made.detach()
-
-    return Program(step, model, opts, pair)
-
-
-@pattern(whole=False)
-def gan_that_reuses_the_made() -> Program:
-    model = nn.ModuleDict({"make": nn.Linear(6, 3), "judge": nn.Linear(3, 1)})
-    torch.manual_seed(0)
-    for param in model.parameters():
-        nn.init.normal_(param)
-    make, judge = model["make"], model["judge"]
-    opts = [torch.optim.SGD(part.parameters(), lr=1e-2) for part in (make, judge)]
-
-    @torch.compiler.disable
-    def judge_fake(fake: Tensor) -> Tensor:
-        return F.softplus(-judge(fake)).mean()
-
-    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        fake = make(x)
-        judged = F.softplus(judge(fake.detach())).mean() + F.softplus(-judge(y)).mean()
-        opts[1].zero_grad()
-        judged.backward()
-        opts[1].step()
-        opts[0].zero_grad()
-        made = judge_fake(fake)
         made.backward()
         opts[0].step()
         return judged.detach(), made.detach()
@@ -257,7 +229,7 @@ def loss_after_the_update() -> Program:
     return Program(step, model, [opt], pair)
 
 
-@pattern()
+@pattern(whole=False)
 def closure() -> Program:
     model = network()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -579,7 +551,7 @@ def optimizer_in_a_wrapper() -> Program:
     return program
 
 
-@pattern()
+@pattern(whole=False)
 def optimizer_made_inside() -> Program:
     model = network()
 
