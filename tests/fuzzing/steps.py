@@ -155,7 +155,9 @@ def _backward(parts: Parts, x: Tensor, labels: Tensor) -> Tensor:
         loss.backward()  # type: ignore[no-untyped-call]
         (other * 0.1).backward()  # type: ignore[no-untyped-call]
     elif kind == "penalty":
-        squares = [p.square().sum() for opt in parts.optimizers for p in opt.param_groups[0]["params"]]
+        squares = [
+            p.square().sum() for opt in parts.optimizers for p in opt.param_groups[0]["params"]
+        ]
         loss = loss + 1e-3 * torch.stack(squares).sum()
         loss.backward()  # type: ignore[no-untyped-call]
     else:
