@@ -26,7 +26,7 @@ def tracing_patcher(recompile_limit: int, whole: bool) -> Callable[[], Callable[
 
     ``whole`` has it trace ``backward()``. ``.item()`` and ``nonzero`` stay in the graph: what
     stands between two breaks on them would run eagerly, in fp32. Hooks that a module gets after
-    compilation are called.
+    compilation are called. Recurrent layers become one op each (``remedies.recurrent_layers``).
     ``config.patch`` does the same at ten times the price, which each call of a step would pay.
     """
     patcher: Callable[[], Callable[[], None]] = torch._dynamo.config._make_closure_patcher(
@@ -34,6 +34,7 @@ def tracing_patcher(recompile_limit: int, whole: bool) -> Callable[[], Callable[
         capture_scalar_outputs=True,
         capture_dynamic_output_shape_ops=True,
         trace_autograd_ops=whole,
+        allow_rnn=True,
         skip_nnmodule_hook_guards=False,
     )
     return patcher

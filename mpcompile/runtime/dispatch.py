@@ -65,6 +65,11 @@ def suspended() -> Iterator[None]:
         stack.pop()
 
 
+def is_running() -> bool:
+    """Whether a step of ours runs, or is being traced, in this thread."""
+    return bool(_runners())
+
+
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
 def is_ours() -> bool:
     """Whether a step that starts now is part of a step of ours.

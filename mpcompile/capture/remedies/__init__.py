@@ -14,11 +14,12 @@ from mpcompile.capture.remedies import (
     logger_calls,
     output_capturing,
     raising_branches,
+    recurrent_layers,
 )
 
 _OF_TORCH = (
     *(activation_grads, causal_mask, ctc_loss, cudnn_flags),
-    *(logger_calls, raising_branches),
+    *(logger_calls, raising_branches, recurrent_layers),
 )
 
 
