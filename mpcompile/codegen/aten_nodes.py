@@ -23,8 +23,11 @@ aten = torch.ops.aten
 class Operands(Protocol):
     """What a rule asks of the extractor. ``shapes`` are the parameters', by owner."""
 
-    values: Mapping[Node, Value]
     shapes: Sequence[tuple[int, ...]]
+
+    @property
+    def values(self) -> Mapping[Node, Value]:
+        """The value of each node."""
 
     def tensor_dtype(self, node: Node) -> str:
         """Return the dtype name of the tensor that ``node`` makes."""
@@ -76,10 +79,21 @@ def _copy(x: Operands, node: Node, dtype: str) -> Expr:
 
 def _full(x: Operands, node: Node, dtype: str) -> Expr | None:
     size = node.args[0]
-    fill = node.args[1]
-    if isinstance(size, (list, tuple)) and len(size) and x.shapes and tuple(size) not in x.shapes:
+    if isinstance(size, (list, tuple)) and tuple(size) not in x.shapes and not is_single(size):
         return None
-    return x.number_of(fill, dtype)
+    return x.number_of(node.args[1], dtype)
+
+
+def is_single(shape: Sequence[Any]) -> bool:
+    """Whether a tensor of ``shape`` has one element."""
+    return all(size == 1 for size in shape)
+
+
+def _filled(value: float) -> Any:
+    def rule(x: Operands, node: Node, dtype: str) -> Expr | None:
+        return convert(constant(value, "f64"), dtype) if is_single(node.meta["val"].shape) else None
+
+    return rule
 
 
 def _like(value: float) -> Any:
@@ -131,7 +145,8 @@ def _isnan(x: Operands, node: Node, dtype: str) -> Expr:
 
 def _view(x: Operands, node: Node, dtype: str) -> Expr | None:
     source = x.operand(node.args[0])
-    return convert(source.expr, dtype) if source.shape == tuple(node.meta["val"].shape) else None
+    same = source.is_uniform or source.shape == tuple(node.meta["val"].shape)
+    return convert(source.expr, dtype) if same else None
 
 
 POINTWISE: dict[object, Any] = {
@@ -164,7 +179,21 @@ POINTWISE: dict[object, Any] = {
     aten._unsafe_view.default: _view,
     aten.expand.default: _view,
     aten.reshape.default: _view,
+    aten.unsqueeze.default: _view,
+    aten.squeeze.default: _view,
+    aten.squeeze.dim: _view,
+    aten.zeros.default: _filled(0.0),
+    aten.ones.default: _filled(1.0),
 }
+
+
+def pointwise_rule(target: object) -> Any:
+    """Return the rule for operation ``target`` if it works on each element by itself."""
+    if target in rules.POINTWISE:
+        return plain
+    if target in rules.COMPARISONS:
+        return comparison
+    return same if target in rules.SAME_VALUE else POINTWISE.get(target)
 
 
 def _norm(x: Operands, node: Node, element: Expr) -> Expr | None:

@@ -130,6 +130,7 @@ def _leaf_index(kernel: Kernel) -> dict[str, tuple[str, int]]:
         "number": kernel.numbers,
         "shared": kernel.shared,
         "input": kernel.inputs,
+        "total": [f"total.{number}" for number in range(len(kernel.totals))],
     }
     return {name: (a, i) for a, names in arrays.items() for i, name in enumerate(names)}
 
@@ -141,6 +142,8 @@ _SOURCES = {
     "shared": "const double* shared = t.shared + t.groups[row] * SHARED;",
     "input": "const double* input = t.inputs;",
     "sum": "double* sum = t.sums + row * SUMS;",
+    "term": "double* term = t.terms + row * TOTALS;",
+    "total": "const double* total = t.totals;",
 }
 
 
@@ -157,9 +160,12 @@ def _finish_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
         k = frame.schedule.sums[r]
         folds.append(f"sum[{k}] = {'add' if r.op == 'sum' else 'max'}_partials(t, row, {k});")
     block = Block(Cpp(), frame.uniform_leaf)
-    texts = block.emit(store.value for store in phase.uniform_stores)
+    values = [store.value for store in phase.uniform_stores]
+    texts = block.emit([*values, *(term.value for term in phase.terms)])
     writes = []
-    for store, text in zip(phase.uniform_stores, texts, strict=True):
+    for term, text in zip(phase.terms, texts[len(values) :], strict=True):
+        writes.append(f"term[{term.number}] = double({text});")
+    for store, text in zip(phase.uniform_stores, texts, strict=False):
         if frame.index[store.buffer][0] == "number":
             writes.append(f"number_out[{frame.index[store.buffer][1]}] = double({text});")
         else:
@@ -260,6 +266,17 @@ def _dispatch(name: str, arguments: str, call: str, table: dict[tuple[int, int],
     ]
 
 
+def _total_function(kernel: Kernel) -> list[str]:
+    """Return the function that folds the terms of all tensors at the end of a phase."""
+    folds = [
+        f"if (phase == {fold.phase}) t.totals[{number}] = "
+        f"{'add' if fold.op == 'sum' else 'max'}_terms(t, begin, end, {number});"
+        for number, fold in enumerate(kernel.totals)
+    ]
+    head = "static void fold_totals(const Table& t, int64_t phase, int64_t begin, int64_t end) {"
+    return [head, *indent(folds), "}", ""]
+
+
 @dataclass(frozen=True)
 class Sizes:
     """How many phases a kernel has, and how many sums a row has between them."""
@@ -284,6 +301,7 @@ def emit_cpp(kernel: Kernel) -> str:
         "NUMBERS": len(kernel.numbers),
         "SHARED": len(kernel.shared),
         "SUMS": sizes.sums,
+        "TOTALS": len(kernel.totals),
         "PHASES": sizes.phases,
     }
     lines = [f"// {kernel.name}", PRELUDE]
@@ -297,10 +315,11 @@ def emit_cpp(kernel: Kernel) -> str:
             if phase.reductions or phase.stores:
                 elements[c, p] = f"elements_{c}_{p}"
                 lines += _element_function(frame, phase, elements[c, p])
-            if phase.reductions or phase.uniform_stores:
+            if phase.reductions or phase.uniform_stores or phase.terms:
                 finish[c, p] = f"finish_{c}_{p}"
                 lines += _finish_function(frame, phase, finish[c, p])
     chunk = "int64_t row, int64_t begin, int64_t end, double* partial"
     lines += _dispatch("elements", chunk, "t, row, begin, end, partial", elements)
     lines += _dispatch("finish", "int64_t row", "t, row", finish)
+    lines += _total_function(kernel)
     return "\n".join([*lines, RUN])

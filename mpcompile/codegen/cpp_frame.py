@@ -21,6 +21,8 @@ struct Table {
   const int64_t* chunk_row;     // (chunks)
   const int64_t* chunk_begin;   // (chunks), in elements
   const int64_t* chunk_end;     // (chunks), in elements
+  double* terms;                // (rows, TOTALS)
+  double* totals;               // (TOTALS)
 };
 
 static inline uint32_t bits_of(float x) { uint32_t u; std::memcpy(&u, &x, 4); return u; }
@@ -80,6 +82,18 @@ static double max_partials(const Table& t, int64_t row, int64_t k) {
     a = max_nan(t.partials[c * SUMS + k], a);
   return a;
 }
+
+static double add_terms(const Table& t, int64_t begin, int64_t end, int64_t k) {
+  double a = 0;
+  for (int64_t row = begin; row < end; row++) a += t.terms[row * TOTALS + k];
+  return a;
+}
+
+static double max_terms(const Table& t, int64_t begin, int64_t end, int64_t k) {
+  double a = -__builtin_inf();
+  for (int64_t row = begin; row < end; row++) a = max_nan(t.terms[row * TOTALS + k], a);
+  return a;
+}
 """
 
 RUN = """\
@@ -98,6 +112,7 @@ extern "C" int64_t run(const Table* table, int64_t phase, int64_t phase_end, int
     }
     for (int64_t row = row_begin; row < row_end; row++)
       if (t.first_chunk[row + 1] - t.first_chunk[row] != 1) finish(t, phase, row);
+    fold_totals(t, phase, row_begin, row_end);
   }
   return 0;
 }

@@ -160,11 +160,12 @@ def substitute(roots: Iterable[Expr], leaves: Mapping[Expr, Expr]) -> list[Expr]
     roots, done = list(roots), dict(leaves)
     for expr in postorder(roots):
         if expr not in done:
-            done[expr] = _rebuild(expr, tuple(done[arg] for arg in expr.args))
+            done[expr] = rebuild(expr, tuple(done[arg] for arg in expr.args))
     return [done[root] for root in roots]
 
 
-def _rebuild(expr: Expr, args: tuple[Expr, ...]) -> Expr:
+def rebuild(expr: Expr, args: tuple[Expr, ...]) -> Expr:
+    """Return ``expr`` with other operands."""
     if args == expr.args:
         return expr
     if isinstance(expr, Reduce):

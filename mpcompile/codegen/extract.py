@@ -2,9 +2,9 @@
 
 Nothing here knows an optimizer: each node becomes an expression of the leaves it reads. Tensors
 shaped like the parameter become elementwise expressions; 0-dim tensors and Python numbers become
-uniform ones, in the dtype eager computes them in; full reductions join the two. What is left
-(a matrix product, a row mean) stays an ATen call on whole tensors, between two phases of the
-kernel.
+uniform ones, in the dtype eager computes them in; full reductions join the two. Uniform values of
+several parameters may meet; elements of several may not. What is left (a matrix product, a row
+mean) stays an ATen call on whole tensors, between two phases of the kernel.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from torch.fx import GraphModule, Node
 
 from mpcompile.codegen import aten_nodes as nodes
 from mpcompile.codegen import aten_rules as rules
+from mpcompile.codegen import vectors
 from mpcompile.codegen.expr import Expr, constant, load, scalar
 from mpcompile.codegen.values import (
     DTYPE_NAMES,
+    NOBODY,
+    SEVERAL,
     Call,
     Extracted,
     Leaf,
@@ -78,7 +81,7 @@ class Extractor:
         tensor = getattr(gm, str(node.target))
         if not isinstance(tensor, torch.Tensor) or tensor.dim() or tensor.dtype not in DTYPE_NAMES:
             raise CodegenError(f"fuse-updates: {node.format_node()} is a constant tensor.")
-        return Value(constant(tensor.item(), DTYPE_NAMES[tensor.dtype]), (), -1)
+        return Value(constant(tensor.item(), DTYPE_NAMES[tensor.dtype]), (), NOBODY)
 
     def tensor_dtype(self, node: Node) -> str:
         """Return the dtype name of the tensor that ``node`` makes."""
@@ -94,11 +97,11 @@ class Extractor:
         if isinstance(arg, Node):
             return self.values[arg]
         if isinstance(arg, bool):
-            return Value(constant(arg, "bool"), None, -1)
+            return Value(constant(arg, "bool"), None, NOBODY)
         if isinstance(arg, int):
-            return Value(constant(arg, "i64"), None, -1)
+            return Value(constant(arg, "i64"), None, NOBODY)
         if isinstance(arg, float):
-            return Value(constant(arg, "f64"), None, -1)
+            return Value(constant(arg, "f64"), None, NOBODY)
         raise CodegenError(f"fuse-updates: an operand is {arg!r}, which is not a number.")
 
     def _call(self, node: Node) -> Value:
@@ -112,52 +115,56 @@ class Extractor:
         if node.target is aten._local_scalar_dense.default:
             source = self.operand(node.args[0])
             expr = convert(source.expr, _number_dtype(val))
-            if source.shape not in ((), None):
+            if not source.is_uniform:
                 raise CodegenError(f"fuse-updates: {node.format_node()} reads one element.")
             return Value(expr, None, source.owner)
         if isinstance(val, torch.Tensor):
-            value = self._pointwise(node) or self._reduction(node)
+            value = vectors.of(self, node) or self._pointwise(node) or self._reduction(node)
             return value if value is not None else self._opaque(node)
         return self._opaque(node)
 
     def _owner(self, node: Node, args: Sequence[Value]) -> int:
-        owners = {arg.owner for arg in args} - {-1}
+        """Return whose the result is; uniform values of several parameters may meet."""
+        found = {arg.owner for arg in args}
+        owners = found - {NOBODY, SEVERAL}
+        if all(arg.is_uniform or arg.items for arg in args):
+            return SEVERAL if len(owners) > 1 or SEVERAL in found else max(owners, default=NOBODY)
         if len(owners) > 1:
             raise CodegenError(
-                f"fuse-updates: {node.format_node()} reads two parameters; "
-                "an update that couples parameters has no kernel yet."
+                f"fuse-updates: {node.format_node()} reads elements of two parameters; kernels "
+                "couple parameters through sums and maxima over all of them only."
             )
-        return owners.pop() if owners else -1
+        return max(owners, default=NOBODY)
 
-    def _is_element(self, shape: tuple[int, ...] | None, owner: int) -> bool:
-        return shape in (None, ()) or (owner >= 0 and shape == self.shapes[owner])
+    def _is_element(self, value: Value, owner: int) -> bool:
+        if value.items:
+            return False
+        return (owner >= 0 and value.shape == self.shapes[owner]) or value.is_uniform
 
     def _pointwise(self, node: Node) -> Value | None:
         """Return ``node`` as an expression of its operands' elements, if it is one."""
-        expr_of = nodes.POINTWISE.get(node.target)
-        if node.target in rules.POINTWISE:
-            expr_of = nodes.plain
-        elif node.target in rules.COMPARISONS:
-            expr_of = nodes.comparison
-        elif node.target in rules.SAME_VALUE:
-            expr_of = nodes.same
+        expr_of = nodes.pointwise_rule(node.target)
         if expr_of is None:
             return None
         reads = [self.values[arg] for arg in node.all_input_nodes]
         owner, shape = self._owner(node, reads), tuple(node.meta["val"].shape)
-        if not all(self._is_element(v.shape, owner) for v in (*reads, Value(_NONE, shape, owner))):
+        if not all(self._is_element(value, owner) for value in reads):
             return None
         expr = expr_of(self, node, self.tensor_dtype(node))
-        return None if expr is None else Value(expr, shape, owner)
+        if expr is None:
+            return None
+        value = Value(expr, shape, owner)
+        return value if self._is_element(value, owner) else None
 
     def _reduction(self, node: Node) -> Value | None:
         """Return a reduction of all elements, accumulated in f64."""
         if node.meta["val"].shape != () or not node.args or not isinstance(node.args[0], Node):
             return None
         source = self.values[node.args[0]]
-        if node.target not in nodes.REDUCTIONS or not self._is_element(source.shape, source.owner):
-            return None
-        if source.shape == ():
+        if source.is_uniform and nodes.is_single(source.shape or ()):
+            return vectors.reduced(self, node, (source.expr,), self.tensor_dtype(node))
+        has_elements = source.owner >= 0 and source.shape == self.shapes[source.owner]
+        if node.target not in nodes.REDUCTIONS or not has_elements:
             return None
         expr = nodes.REDUCTIONS[node.target](self, node, convert(source.expr, "f64"))
         if expr is None:
@@ -172,7 +179,8 @@ class Extractor:
         )
         reads = [v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, Value)]
         owner = self._owner(node, reads)
-        if not isinstance(val, torch.Tensor) or owner < 0 or not _is_pure(node):
+        is_known = owner >= 0 and not any(value.items for value in reads)
+        if not isinstance(val, torch.Tensor) or not is_known or not _is_pure(node):
             raise CodegenError(f"fuse-updates: no rule for {node.format_node()}.")
         calls = self.result.calls.setdefault(owner, [])
         name = f"{owner}:temp.{len(calls)}"
@@ -185,9 +193,6 @@ class Extractor:
     def number_of(self, arg: Any, dtype: str) -> Expr:
         """Return an operand as ``dtype``."""
         return convert(self.operand(arg).expr, dtype)
-
-
-_NONE = constant(0, "bool")
 
 
 def _is_pure(node: Node) -> bool:

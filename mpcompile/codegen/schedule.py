@@ -2,14 +2,14 @@
 
 A phase is partial sums or stores for each chunk of elements, then, for each tensor, the combination
 of its partial sums and the stores of uniform values. Reductions travel from phase to phase as one
-f64 of a tensor each. There is no barrier between chunks, so a GPU runs one launch a phase and a CPU
-one parallel loop.
+f64 of a tensor each, totals over all tensors as one f64 of the launch. There is no barrier between
+chunks, so a GPU runs one launch a phase and a CPU one parallel loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mpcompile.codegen.expr import (
     BYTES,
@@ -30,19 +30,45 @@ from mpcompile.codegen.expr import (
 
 
 @dataclass(frozen=True)
+class Term:
+    """What a tensor adds to total ``number`` at the end of ``phase``."""
+
+    number: int
+    value: Expr
+    phase: int
+
+
+@dataclass(frozen=True)
 class Case:
     """The update of one kind of tensor.
 
     ``stores`` write its buffers. ``sums`` are reductions wanted for themselves; the caller finds
     number ``k`` among the sums of the row. ``temps`` maps a buffer to the phase after which outside
-    code fills it; stores to a buffer in ``early`` happen as soon as their value is known, the
-    others last.
+    code fills it, or in which a total is made; stores to a buffer in ``early`` happen as soon as
+    their value is known, the others last, and not before phase ``not_before``. ``terms`` go into
+    totals.
     """
 
     stores: tuple[Store, ...] = ()
     sums: tuple[Reduce, ...] = ()
     temps: tuple[tuple[str, int], ...] = ()
     early: frozenset[str] = frozenset()
+    terms: tuple[Term, ...] = ()
+    not_before: int = 0
+
+    @property
+    def roots(self) -> list[Expr]:
+        """Every value that is wanted."""
+        stores = [store.value for store in self.stores]
+        return [*stores, *self.sums, *(term.value for term in self.terms)]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A total of a kernel: ``op`` (sum, max) over all tensors, made at the end of ``phase``."""
+
+    op: str
+    phase: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +76,8 @@ class Kernel:
     """Several cases in one source, and where their leaves live.
 
     ``columns`` are tensors of a row (buffers, and 0-dim tensors), ``numbers`` Python numbers of a
-    row, ``shared`` numbers of a parameter group, ``inputs`` numbers of one launch.
+    row, ``shared`` numbers of a parameter group, ``inputs`` numbers of one launch, ``totals`` what
+    tensors add up to.
     """
 
     name: str
@@ -59,6 +86,12 @@ class Kernel:
     numbers: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
+    totals: tuple[Fold, ...] = ()
+
+    @property
+    def total_phases(self) -> int:
+        """How many phases all tensors have to go through before any is written."""
+        return max((fold.phase + 1 for fold in self.totals), default=0)
 
 
 @dataclass
@@ -72,6 +105,7 @@ class Phase:
     reductions: list[Reduce] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     uniform_stores: list[Store] = field(default_factory=list)
+    terms: list[Term] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -85,12 +119,13 @@ class Schedule:
 def build_schedule(case: Case) -> Schedule:
     """Assign every reduction and store of ``case`` to its phase."""
     case = reduce_divisions(case)
-    roots = [store.value for store in case.stores] + list(case.sums)
+    roots = case.roots
     level = levels(roots, dict(case.temps))
     uniform = uniform_set(roots)
     reductions = [expr for expr in postorder(roots) if isinstance(expr, Reduce)]
     reductions.sort(key=lambda expr: expr not in case.sums)
     last = max(level.values(), default=0)
+    last = max([last, case.not_before, *(term.phase for term in case.terms)])
     phases = tuple(Phase() for _ in range(last + 1))
     for reduction in reductions:
         phases[level[reduction] - 1].reductions.append(reduction)
@@ -98,10 +133,24 @@ def build_schedule(case: Case) -> Schedule:
         at = level[store.value] if store.buffer in case.early else last
         phase = phases[at]
         (phase.uniform_stores if store.value in uniform else phase.stores).append(store)
+    for term in case.terms:
+        phases[term.phase].terms.append(term)
     for phase in phases:
         loops = [r.operand for r in phase.reductions] + [store.value for store in phase.stores]
         phase.uniforms = _outermost_uniforms(loops, uniform)
     return Schedule(phases, {expr: index for index, expr in enumerate(reductions)})
+
+
+def settled_phase(expr: Expr, available: Mapping[str, int]) -> int:
+    """Return the phase at whose end the uniform ``expr`` is known; ``available`` as in levels."""
+    level = levels([expr], available)
+    known: dict[Expr, int] = {}
+    for item in postorder([expr]):
+        if isinstance(item, Reduce):
+            known[item] = level[item] - 1
+        else:
+            known[item] = max([known[arg] for arg in item.args] or [level[item]])
+    return known[expr]
 
 
 def reduce_divisions(case: Case) -> Case:
@@ -109,7 +158,7 @@ def reduce_divisions(case: Case) -> Case:
 
     ``div_by(x, y, 1 / y)`` rounds as ``x / y`` does, and one division a tensor remains.
     """
-    roots = [store.value for store in case.stores] + list(case.sums)
+    roots = case.roots
     uniform = uniform_set(roots)
     done: dict[Expr, Expr] = {}
     for expr in postorder(roots):
@@ -121,7 +170,8 @@ def reduce_divisions(case: Case) -> Case:
                 done[expr] = apply("div_by", x, y, r, dtype=expr.dtype)
     stores = tuple(Store(store.buffer, done[store.value]) for store in case.stores)
     sums = tuple(done[value] for value in case.sums)
-    return Case(stores, sums, case.temps, case.early)  # type: ignore[arg-type]  # still Reduce
+    terms = tuple(replace(term, value=done[term.value]) for term in case.terms)
+    return replace(case, stores=stores, sums=sums, terms=terms)  # type: ignore[arg-type]  # Reduce
 
 
 def _outermost_uniforms(roots: Iterable[Expr], uniform: set[Expr]) -> list[Expr]:
@@ -163,5 +213,5 @@ def _loads(roots: Iterable[Expr], known: set[Expr]) -> set[Load]:
 
 def leaves(case: Case) -> list[Expr]:
     """Return the ``Load`` and ``Scalar`` leaves of ``case``."""
-    roots = [store.value for store in case.stores] + list(case.sums)
+    roots = case.roots
     return [e for e in postorder(roots) if isinstance(e, (Load, Scalar))]

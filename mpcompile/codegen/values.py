@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mpcompile.codegen import aten_rules as rules
-from mpcompile.codegen.expr import Constant, Expr, cast, constant
+from mpcompile.codegen.expr import Constant, Expr, cast, constant, uniform_set
 
 DTYPE_NAMES = {
     torch.float16: "f16",
@@ -25,9 +25,13 @@ NUM_ELEMENTS = "num_elements"
 """The leaf that holds how many elements the tensor has."""
 
 
+NOBODY, SEVERAL = -1, -2
+"""Owners of what belongs to no parameter, such as a learning rate, or was made from several."""
+
+
 @dataclass(frozen=True)
 class Leaf:
-    """What a placeholder stands for. ``owner`` is the tensor it belongs to, or -1 if shared."""
+    """What a placeholder stands for. ``owner`` is the parameter it belongs to, or NOBODY."""
 
     name: str
     owner: int
@@ -35,11 +39,23 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Value:
-    """What a node computes. ``shape`` is None for a Python number; ``owner`` as in ``Leaf``."""
+    """What a node computes. ``shape`` is None for a Python number; ``owner`` may be SEVERAL.
+
+    ``items`` are the elements of a short vector of uniform values, such as a stack of norms; its
+    ``expr`` says nothing then.
+    """
 
     expr: Expr
     shape: tuple[int, ...] | None
     owner: int
+    items: tuple[Expr, ...] = ()
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether this is one number, in however many dimensions."""
+        if self.items:
+            return False
+        return self.shape in (None, ()) or self.expr in uniform_set([self.expr])
 
 
 @dataclass(frozen=True)

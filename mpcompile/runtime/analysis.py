@@ -1,8 +1,8 @@
-"""What the update of one class of parameters computes, from traces of two representatives.
+"""What the update of classes of parameters computes, from traces of a few representatives of each.
 
-If the graph falls into two independent and equal parts, one expression serves every tensor of the
-class. Branches on state or data are followed both ways and joined by a select; branches on
-hyperparameters become guards, which say when to trace again.
+If the graph falls into independent and equal parts, one expression serves every tensor of a class;
+totals over all tensors are leaves of it. Branches on state or data are followed both ways and
+joined by a select; branches on hyperparameters become guards, which say when to trace again.
 """
 
 from __future__ import annotations
@@ -10,12 +10,25 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mpcompile.codegen.expr import Expr, Load, Scalar, load, postorder, scalar, select, substitute
+from torch.utils._pytree import tree_leaves
+
+from mpcompile.codegen.expr import Expr, Scalar, postorder, select
 from mpcompile.codegen.extract import Extractor
 from mpcompile.codegen.values import Call, Extracted, Value
 from mpcompile.errors import CodegenError
+from mpcompile.runtime.coupling import (
+    Coupled,
+    Couplings,
+    Total,
+    brief,
+    leaf_name,
+    local_name,
+    localize,
+    owners,
+    tensors,
+)
 from mpcompile.runtime.tracing import StepTrace
 
 MAX_PATHS = 8
@@ -24,20 +37,26 @@ Tracer = Callable[[tuple[bool, ...]], StepTrace]
 
 @dataclass(frozen=True)
 class Guard:
-    """``condition`` had ``value`` while tracing; it reads hyperparameters only."""
+    """``condition`` had ``value`` while tracing; it reads hyperparameters of ``group`` only."""
 
     condition: Expr
     value: float
+    group: int = 0
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """The update of a class. ``results`` maps leaf names (param, state.x) to new values."""
+    """The update of a class. ``results`` maps leaf names (param, state.x) to new values.
+
+    ``totals`` are those of all classes together; ``number`` is that of this one among them.
+    """
 
     results: Mapping[str, Expr]
     guards: tuple[Guard, ...]
     calls: tuple[Call, ...]
     reads_shape: bool
+    totals: tuple[Total, ...] = ()
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,9 +68,13 @@ class _Choice:
     value: bool
 
 
+Results = Mapping[tuple[int, str], Expr]
+"""New values by class and leaf name."""
+
+
 @dataclass(frozen=True)
 class _Path:
-    results: Mapping[str, Expr]
+    results: Results
     choices: tuple[_Choice, ...]
     guards: tuple[Guard, ...]
     calls: tuple[Call, ...]
@@ -59,142 +82,190 @@ class _Path:
     reads_shape: bool
 
 
-def local_name(name: str) -> str:
-    """Return a leaf name without its owner."""
-    return name.rpartition(":")[2]
-
-
-def localize(expr: Expr) -> Expr:
-    """Return ``expr`` with the owners dropped from its leaf names."""
-    leaves: dict[Expr, Expr] = {}
-    for leaf in postorder([expr]):
-        if isinstance(leaf, Load):
-            leaves[leaf] = load(local_name(leaf.buffer), leaf.dtype)
-        elif isinstance(leaf, Scalar):
-            leaves[leaf] = scalar(local_name(leaf.name), leaf.dtype)
-    return substitute([expr], leaves)[0]
-
-
-def owners(expr: Expr) -> set[str]:
-    """Return the owners of the leaves of ``expr``; shared leaves have none."""
-    names = [
-        leaf.buffer if isinstance(leaf, Load) else leaf.name
-        for leaf in postorder([expr])
-        if isinstance(leaf, (Load, Scalar))
-    ]
-    return {name.partition(":")[0] for name in names if ":" in name}
-
-
 def analyze(trace: Tracer) -> Analysis:
-    """Trace every path through the step and join them.
+    """Trace every path through the step and join them, for one class that stands alone.
 
     Raises:
-        CodegenError: the representatives differ or are coupled, a state-dependent number was baked
-            in, or there are too many paths.
+        Coupled: the representatives are coupled.
+        CodegenError: they differ, a state-dependent number was baked in, or there are too many
+            paths.
     """
-    guards: dict[tuple[Expr, float], Guard] = {}
-    calls: list[Call] = []
-    shapes: list[bool] = []
-    budget = [MAX_PATHS]
+    (analysis,) = analyze_whole(trace, [0])
+    if analysis.totals:
+        raise Coupled("fuse-updates: the step couples parameters.")
+    return analysis
 
-    def explore(forced: tuple[bool, ...], depth: int) -> Mapping[str, Expr]:
-        budget[0] -= 1
-        if budget[0] < 0:
+
+def analyze_whole(trace: Tracer, groups: Sequence[int]) -> list[Analysis]:
+    """Trace every path through the step and join them; return the update of each class.
+
+    Args:
+        trace: traces the step of all classes together.
+        groups: the group of each class, as a position among the groups that are traced.
+
+    Raises:
+        CodegenError: as for ``analyze``, or the classes are coupled in a way that has no kernel.
+    """
+    walk = _Walk(trace, groups)
+    results = walk.explore((), 0)
+    if walk.calls and (walk.num_paths > 1 or walk.totals):
+        what = "couples its parameters" if walk.totals else "branches on state"
+        raise CodegenError(f"fuse-updates: the step {what} around whole-tensor operations.")
+    totals = tuple(walk.totals)
+    return [
+        Analysis(
+            {name: value for (c, name), value in results.items() if c == number},
+            tuple(guard for guard in walk.guards if guard.group == group),
+            tuple(walk.calls),
+            walk.reads_shape,
+            totals,
+            number,
+        )
+        for number, group in enumerate(groups)
+    ]
+
+
+class _Walk:
+    """One walk over all paths; what they have in common is collected here."""
+
+    def __init__(self, trace: Tracer, groups: Sequence[int]) -> None:
+        self._trace, self._groups = trace, groups
+        self.guards: dict[Guard, None] = {}
+        self.calls: list[Call] = []
+        self.totals: list[Total] = []
+        self.num_paths, self.reads_shape = 0, False
+
+    def explore(self, forced: tuple[bool, ...], depth: int) -> Results:
+        """Return the results of the path that starts as ``forced`` says, and of all beside it."""
+        self.num_paths += 1
+        if self.num_paths > MAX_PATHS:
             raise CodegenError(
                 f"fuse-updates: the step has more than {MAX_PATHS} paths through branches on state."
             )
-        path = _trace_path(trace, forced)
-        shapes.append(path.reads_shape)
-        guards.update({(guard.condition, guard.value): guard for guard in path.guards})
-        calls.extend(call for call in path.calls if call not in calls)
-        return join(path, depth)
+        path = self._trace_path(forced)
+        self.reads_shape |= path.reads_shape
+        self.guards.update(dict.fromkeys(path.guards))
+        self.calls += [call for call in path.calls if call not in self.calls]
+        return self._join(path, depth)
 
-    def join(path: _Path, depth: int) -> Mapping[str, Expr]:
+    def _join(self, path: _Path, depth: int) -> Results:
         if depth == len(path.choices):
             return path.results
         choice = path.choices[depth]
-        other = explore((*path.outcomes[: choice.position], not choice.value), depth + 1)
-        same = join(path, depth + 1)
+        other = self.explore((*path.outcomes[: choice.position], not choice.value), depth + 1)
+        same = self._join(path, depth + 1)
         yes, no = (same, other) if choice.value else (other, same)
         return {name: select(choice.condition, yes[name], no[name]) for name in yes}
 
-    results = explore((), 0)
-    if calls and len(shapes) > 1:
-        raise CodegenError(
-            "fuse-updates: the step branches on state around whole-tensor operations."
-        )
-    return Analysis(results, tuple(guards.values()), tuple(calls), any(shapes))
+    def _trace_path(self, forced: tuple[bool, ...]) -> _Path:
+        """Trace until every representative takes the same path; each try settles one branch."""
+        for _ in range(4 * MAX_PATHS):
+            step = self._trace(forced)
+            found = Extractor(step.leaves, step.shapes).run(step.gm)
+            couplings = Couplings(step.classes, self.totals)
+            found.outputs = [
+                replace(value, expr=couplings.resolve(value.expr)) for value in found.outputs
+            ]
+            conditions = found.outputs[len(step.outputs) :]
+            outcomes: list[bool] = []
+            choices: dict[Expr, _Choice] = {}
+            guards: list[Guard] = []
+            conflict = False
+            for made, value in zip(step.decisions.made, conditions, strict=True):
+                condition = localize(value.expr)
+                if not isinstance(made.value, bool) or not _reads_data(value.expr):
+                    guards.append(self._guard(value.expr, made.value))
+                elif condition not in choices:
+                    self._check_group(value.expr, self._group_of(value.expr, step.classes))
+                    choices[condition] = _Choice(len(outcomes), condition, made.value)
+                elif choices[condition].value != made.value:
+                    forced, conflict = (*outcomes, not made.value), True
+                    break
+                if isinstance(made.value, bool):
+                    outcomes.append(made.value)
+            if not conflict:
+                results = self._same_results(step, found)
+                calls = _same_calls(step, found)
+                ordered = tuple(choices.values())
+                return _Path(
+                    results, ordered, tuple(guards), calls, tuple(outcomes), step.reads_shape
+                )
+        raise CodegenError("fuse-updates: the representatives do not take the same path.")
 
-
-def _trace_path(trace: Tracer, forced: tuple[bool, ...]) -> _Path:
-    """Trace until every representative takes the same path; each try settles one branch."""
-    for _ in range(4 * MAX_PATHS):
-        step = trace(forced)
-        found = Extractor(step.leaves, step.shapes).run(step.gm)
-        conditions = found.outputs[len(step.outputs) :]
-        outcomes: list[bool] = []
-        choices: dict[Expr, _Choice] = {}
-        guards: list[Guard] = []
-        conflict = False
-        for made, value in zip(step.decisions.made, conditions, strict=True):
-            condition = _single_owner(value)
-            if not isinstance(made.value, bool) or not owners(value.expr):
-                guards.append(_guard(value, made.value))
-            elif condition not in choices:
-                choices[condition] = _Choice(len(outcomes), condition, made.value)
-            elif choices[condition].value != made.value:
-                forced, conflict = (*outcomes, not made.value), True
-                break
-            if isinstance(made.value, bool):
-                outcomes.append(made.value)
-        if not conflict:
-            results = _same_results(step, found)
-            calls = _same_calls(found, len(step.shapes))
-            ordered = tuple(choices.values())
-            return _Path(results, ordered, tuple(guards), calls, tuple(outcomes), step.reads_shape)
-    raise CodegenError("fuse-updates: the representatives do not take the same path.")
-
-
-def _single_owner(value: Value) -> Expr:
-    if len(owners(value.expr)) > 1:
-        raise CodegenError("fuse-updates: a branch reads two parameters; the update couples them.")
-    return localize(value.expr)
-
-
-def _guard(value: Value, outcome: float) -> Guard:
-    if owners(value.expr):
-        raise CodegenError(
-            f"fuse-updates: Python computes with {localize(value.expr)} where it cannot be traced, "
-            f"so its value of the moment ({outcome}) would be baked in."
-        )
-    return Guard(value.expr, outcome)
-
-
-def _same_results(step: StepTrace, found: Extracted) -> Mapping[str, Expr]:
-    """Return what one representative's leaves become, if all become the same."""
-    per_owner: list[dict[str, Expr]] = [{} for _ in step.shapes]
-    for leaf, value in zip(step.outputs, found.outputs, strict=False):
-        if owners(value.expr) - {str(leaf.owner)}:
+    def _check_group(self, expr: Expr, group: int | None) -> None:
+        """Raise if ``expr`` reads numbers of another group than ``group``."""
+        groups = {int(owner[1:]) for owner in owners(expr) if not owner.isdecimal()}
+        if groups - {group}:
             raise CodegenError(
-                f"fuse-updates: {local_name(leaf.name)} of one parameter depends on another one."
+                "fuse-updates: the update of one group reads numbers of another one "
+                f"({brief(expr)})."
             )
-        per_owner[leaf.owner][local_name(leaf.name)] = localize(value.expr)
-    first = per_owner[0]
-    if any(other != first for other in per_owner[1:]):
-        raise Different("fuse-updates: the updates of two parameters of one class differ.")
-    return first
+
+    def _group_of(self, expr: Expr, classes: Sequence[int]) -> int | None:
+        """Return the group of all tensors that ``expr`` reads; without any, the only group."""
+        numbers = {classes[owner] for owner in tensors(expr)} or set(classes)
+        groups = {self._groups[number] for number in numbers}
+        return groups.pop() if len(groups) == 1 else None
+
+    def _guard(self, condition: Expr, outcome: float) -> Guard:
+        if _reads_data(condition):
+            raise CodegenError(
+                f"fuse-updates: Python computes with {localize(condition)} where it cannot be "
+                f"traced, so its value of the moment ({outcome}) would be baked in."
+            )
+        groups = {int(owner[1:]) for owner in owners(condition)} or {self._groups[0]}
+        if len(groups) > 1 or not groups <= set(self._groups):
+            raise CodegenError(
+                f"fuse-updates: Python branches on {localize(condition)} of several groups, or of "
+                "one without gradients."
+            )
+        return Guard(localize(condition), outcome, groups.pop())
+
+    def _same_results(self, step: StepTrace, found: Extracted) -> Results:
+        """Return what the leaves of each class become, if all its representatives agree."""
+        per_owner: list[dict[str, Expr]] = [{} for _ in step.shapes]
+        for leaf, value in zip(step.outputs, found.outputs, strict=False):
+            if tensors(value.expr) - {leaf.owner}:
+                raise CodegenError(
+                    f"fuse-updates: {local_name(leaf.name)} of one parameter depends on another."
+                )
+            self._check_group(value.expr, self._groups[step.classes[leaf.owner]])
+            per_owner[leaf.owner][local_name(leaf.name)] = localize(value.expr)
+        results: dict[tuple[int, str], Expr] = {}
+        for number, mine in zip(step.classes, per_owner, strict=True):
+            for name, expr in mine.items():
+                if results.setdefault((number, name), expr) is not expr:
+                    raise Different(
+                        "fuse-updates: the updates of two parameters of one class differ."
+                    )
+        return results
+
+
+def _reads_data(expr: Expr) -> bool:
+    """Whether ``expr`` reads a tensor or a total, and not hyperparameters only."""
+    names = [leaf_name(leaf) or "" for leaf in postorder([expr])]
+    return bool(tensors(expr)) or any(name.startswith("total.") for name in names)
 
 
 class Different(CodegenError):
     """Two representatives do not share one expression; classes have to be finer."""
 
 
-def _same_calls(found: Extracted, num_owners: int) -> tuple[Call, ...]:
+def _same_calls(step: StepTrace, found: Extracted) -> tuple[Call, ...]:
     """Return the calls of one representative, if all make the same."""
-    per_owner = [tuple(map(_local_call, found.calls.get(o, ()))) for o in range(num_owners)]
-    if any(calls != per_owner[0] for calls in per_owner[1:]):
+    per_owner = [tuple(found.calls.get(owner, ())) for owner in range(len(step.shapes))]
+    if any(per_owner) and len(set(step.classes)) > 1:
+        raise CodegenError(
+            "fuse-updates: the step couples its parameters around whole-tensor operations."
+        )
+    for owner, calls in enumerate(per_owner):
+        values = [a for call in calls for a in tree_leaves((call.args, dict(call.kwargs)))]
+        if any(isinstance(v, Value) and tensors(v.expr) - {owner} for v in values):
+            raise CodegenError("fuse-updates: a whole-tensor operation reads two parameters.")
+    local = [tuple(map(_local_call, calls)) for calls in per_owner]
+    if any(calls != local[0] for calls in local[1:]):
         raise Different("fuse-updates: two parameters of one class need different ATen calls.")
-    return per_owner[0]
+    return local[0]
 
 
 def _local_call(call: Call) -> Call:

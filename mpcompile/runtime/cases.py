@@ -8,7 +8,7 @@ buffers through which whole-tensor calls (a matrix product) exchange values with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpcompile.codegen.expr import (
     Expr,
@@ -25,10 +25,11 @@ from mpcompile.codegen.expr import (
     substitute,
     uniform_set,
 )
-from mpcompile.codegen.schedule import Case, Kernel
+from mpcompile.codegen.schedule import Case, Fold, Kernel, Term, settled_phase
 from mpcompile.codegen.values import NUM_ELEMENTS, Call, Value, compute_dtype
 from mpcompile.errors import CodegenError
 from mpcompile.runtime.analysis import Analysis
+from mpcompile.runtime.coupling import total_name
 from mpcompile.runtime.structure import ParamStructure
 
 SCALE, CLAMP = "scale", "clamp"
@@ -118,8 +119,18 @@ def plan_case(analysis: Analysis, structure: ParamStructure, around: Surrounding
         stores.append(Store("copy", cast(values["param"], around.copy)))
     calls, extra, temps, dtypes = _plan_calls(analysis.calls, leaves)
     early = frozenset(store.buffer for store in extra)
-    case = Case((*stores, *extra), (), temps, early)
+    case = Case((*stores, *extra), (), temps, early, _terms(analysis, leaves))
     return PlannedCase(case, calls, tuple(copies), dtypes)
+
+
+def _terms(analysis: Analysis, leaves: dict[Expr, Expr]) -> tuple[Term, ...]:
+    """Return what a tensor of the class adds to each total; ``build_kernel`` sets the phases."""
+    found = [(n, total.term(analysis.number)) for n, total in enumerate(analysis.totals)]
+    return tuple(
+        Term(number, substitute([value], leaves)[0], 0)
+        for number, value in found
+        if value is not None
+    )
 
 
 def _number_leaves(structure: ParamStructure) -> dict[Expr, Expr]:
@@ -194,19 +205,51 @@ def flat_arguments(call: Call) -> list[object]:
     return flat
 
 
-def build_kernel(name: str, cases: Sequence[Case]) -> Kernel:
-    """Return a kernel of ``cases``; a leaf's prefix says where it lives, and a tensor has none."""
+def build_kernel(name: str, cases: Sequence[Case], ops: Sequence[str] = ()) -> Kernel:
+    """Return a kernel of ``cases``; a leaf's prefix says where it lives, and a tensor has none.
+
+    ``ops`` says how each total folds what the terms of all cases give.
+    """
+    cases, totals = _with_totals(cases, ops)
     places: dict[str, dict[str, None]] = {"": {"param": None, "grad": None}}
     for case in cases:
         names = [store.buffer for store in case.stores]
-        for item in postorder([store.value for store in case.stores] + list(case.sums)):
+        for item in postorder(case.roots):
             names += [_leaf_name(item)] if isinstance(item, (Load, Scalar)) else []
         for leaf in names:
             prefix = leaf.partition(".")[0]
-            place = prefix if prefix in ("number", "group", "input") else ""
+            place = prefix if prefix in ("number", "group", "input", "total") else ""
             places.setdefault(place, {})[leaf] = None
     number, group, launch = (tuple(places.get(p, ())) for p in ("number", "group", "input"))
-    return Kernel(name, tuple(cases), tuple(places[""]), number, group, launch)
+    return Kernel(name, tuple(cases), tuple(places[""]), number, group, launch, totals)
+
+
+def _with_totals(
+    cases: Sequence[Case], ops: Sequence[str]
+) -> tuple[Sequence[Case], tuple[Fold, ...]]:
+    """Return the cases with the phases of their terms, and the totals.
+
+    A total is made when the last kind of tensor knows its term, in the same phase for all of them.
+    """
+    available: dict[str, int] = {}
+    folds: list[Fold] = []
+    for number, op in enumerate(ops):
+        terms = [t.value for case in cases for t in case.terms if t.number == number]
+        phase = max((settled_phase(term, available) for term in terms), default=0)
+        available[total_name(number)] = phase + 1
+        folds.append(Fold(op, phase))
+    if not folds:
+        return cases, ()
+    last = max(available.values())
+    return [
+        replace(
+            case,
+            temps=tuple(available.items()),
+            terms=tuple(replace(term, phase=folds[term.number].phase) for term in case.terms),
+            not_before=last,
+        )
+        for case in cases
+    ], tuple(folds)
 
 
 def norm_case(grad: str, steps: Sequence[str], order: float) -> Case:

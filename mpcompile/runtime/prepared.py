@@ -72,6 +72,7 @@ class Prepared:
         self.kernel = build_kernel(
             f"{type(optimizer).__name__}: {_count(len(self.cases), 'kind')} of tensors",
             [case.case for case in self.cases],
+            [total.op for _, analysis in self._analyses[:1] for total in analysis.totals],
         )
         self.source = emit_cpp(self.kernel)
         self.built = build_library(self.source, cache_dir)
@@ -217,9 +218,12 @@ class Prepared:
         for number in self.numbers:
             self.rows.numbers[number.position] = number.entries[number.key]
         self.staging.copy_in()
+        begin = self.kernel.total_phases
+        if begin:
+            self.rows.run(self._function, (0, begin), (0, self.rows.count))
         for run in self._runs or ():
             if self.calls is None:
-                self.rows.run(self._function, (0, self.phases), run)
+                self.rows.run(self._function, (begin, self.phases), run)
             else:
                 self.calls.run(self._function, run)
         self.staging.copy_out()
@@ -232,7 +236,7 @@ class Prepared:
         """Return what one launch does."""
         reads = writes = 0
         for kind, member in zip(self.rows.kinds, self.members, strict=False):
-            read, write = count_bytes(self.cases[kind].case)
+            read, write = count_bytes(self.kernel.cases[kind])
             reads += read * member.param.numel()
             writes += write * member.param.numel()
         return KernelRecord(

@@ -15,10 +15,17 @@ import torch
 
 from mpcompile.runtime.symbols import SYMBOLS
 
+_OF_SEVERAL = (builtins.min, builtins.max)
+"""These take one iterable too."""
+
 
 def _symbolic(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def either(*args: Any, **kwargs: Any) -> Any:
+        if plain in _OF_SEVERAL and len(args) == 1:
+            args = (list(args[0]),)
+            if any(isinstance(arg, SYMBOLS) for arg in args[0]):
+                return traced(*args[0])
         if any(isinstance(arg, SYMBOLS) for arg in args):
             return traced(*args)
         return plain(*args, **kwargs)
@@ -26,9 +33,21 @@ def _symbolic(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callable
     return either
 
 
+def _smaller(a: Any, b: Any) -> Any:
+    return torch.where(b < a, b, a) if _has_tensor(a, b) else torch.sym_min(a, b)
+
+
+def _larger(a: Any, b: Any) -> Any:
+    return torch.where(b > a, b, a) if _has_tensor(a, b) else torch.sym_max(a, b)
+
+
+def _has_tensor(*args: Any) -> bool:
+    return any(isinstance(arg, torch.Tensor) for arg in args)
+
+
 _BUILTINS = {
-    "min": _symbolic(builtins.min, lambda *args: functools.reduce(torch.sym_min, args)),
-    "max": _symbolic(builtins.max, lambda *args: functools.reduce(torch.sym_max, args)),
+    "min": _symbolic(builtins.min, lambda *args: functools.reduce(_smaller, args)),
+    "max": _symbolic(builtins.max, lambda *args: functools.reduce(_larger, args)),
 }
 _MATH = types.SimpleNamespace(
     **{

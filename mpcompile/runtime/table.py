@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,8 @@ FIELDS = (
     "chunk_row",
     "chunk_begin",
     "chunk_end",
+    "terms",
+    "totals",
 )
 
 
@@ -108,8 +111,11 @@ class Rows:
         self.partials = zeros("d", len(chunks.row) * widths.sums)
         self.kinds = array.array("q", [*kinds, 0])
         self.groups = array.array("q", [*groups, 0])
+        neutral = [0.0 if fold.op == "sum" else -math.inf for fold in kernel.totals]
+        self.terms = array.array("d", [*(neutral * count), 0.0])
+        self.totals = zeros("d", len(kernel.totals))
         arrays = [getattr(self, name) for name in FIELDS[:9]]
-        arrays += [chunks.first, chunks.row, chunks.begin, chunks.end]
+        arrays += [chunks.first, chunks.row, chunks.begin, chunks.end, self.terms, self.totals]
         self.c_table = CTable(*(address(item) for item in arrays))
 
     def place(self, row: int, column: str) -> int:

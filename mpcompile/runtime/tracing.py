@@ -43,11 +43,25 @@ class StateMissing(CodegenError):
 
 @dataclass(frozen=True)
 class Representative:
-    """A parameter that stands for its class, with the optimizer's state for it."""
+    """A parameter that stands for its class, with the optimizer's state for it.
+
+    ``group`` is its group's position among those that are traced, ``number`` that of its class.
+    """
 
     param: torch.Tensor
     state: dict[str, Any]
     structure: ParamStructure
+    group: int = 0
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class TracedGroup:
+    """A group of the optimizer; ``owner`` marks the names of its numbers if it is not alone."""
+
+    entries: dict[str, Any]
+    structure: GroupStructure
+    owner: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +74,7 @@ class StepTrace:
     outputs: tuple[Leaf, ...]
     decisions: Decisions
     reads_shape: bool
+    classes: tuple[int, ...] = (0, 0)
 
 
 def step_code(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
@@ -105,6 +120,8 @@ class _WatchMode(TorchFunctionMode):
                 "state, such as references of its own."
             )
         self.reads_shape |= func in self.SHAPE_READS
+        if getattr(func, "__name__", "").startswith("_foreach_") and not kwargs.get("out"):
+            return _one_by_one(func, args, kwargs)
         if func in (torch.as_tensor, torch.tensor) and isinstance(args[0], SYMBOLS):
             dtype = torch.get_default_dtype() if isinstance(args[0], torch.SymFloat) else None
             fill: Any = args[0]
@@ -112,6 +129,22 @@ class _WatchMode(TorchFunctionMode):
         if func is torch.Tensor.square_:  # functionalize has no rule for it (2.11 to 2.14)
             return args[0].copy_(args[0] * args[0])
         return func(*args, **kwargs)
+
+
+def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a ``torch._foreach_`` function as the operation on each tensor that it stands for."""
+    name = func.__name__.removeprefix("_foreach_")
+    one = torch.linalg.vector_norm if name == "norm" else getattr(torch.Tensor, name, None)
+    if one is None or not isinstance(args[0], (list, tuple)):
+        return func(*args, **kwargs)
+    results = []
+    for position in range(len(args[0])):
+        mine = [arg[position] if isinstance(arg, (list, tuple)) else arg for arg in args]
+        if name.startswith("addc") and len(mine) > 3:
+            results.append(one(*mine[:3], value=mine[3], **kwargs))
+        else:
+            results.append(one(*mine, **kwargs))
+    return results
 
 
 class _Inputs:
@@ -148,23 +181,22 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _Slots:
-    """Positions among the inputs: of the group's entries, and of each representative's."""
+    """Positions among the inputs: of each group's entries, and of each representative's."""
 
-    group: dict[str, int]
+    groups: tuple[dict[str, int], ...]
     owned: tuple[dict[str, int], ...]
 
 
 def _add_inputs(
-    inputs: _Inputs,
-    group: dict[str, Any],
-    structure: GroupStructure,
-    reps: Sequence[Representative],
+    inputs: _Inputs, groups: Sequence[TracedGroup], reps: Sequence[Representative]
 ) -> _Slots:
-    values = dict(flat_items(group))
-    shared = {p: inputs.number(f"group.{p}", -1, values[p]) for p, _ in structure.numbers}
-    for path, _ in structure.tensors:
-        value = values[path]
-        shared[path] = inputs.tensor(f"group.{path}", -1, value.detach().reshape(()))
+    shared: list[dict[str, int]] = []
+    for group in groups:
+        values, prefix = dict(flat_items(group.entries)), f"{group.owner}group."
+        at = {p: inputs.number(prefix + p, -1, values[p]) for p, _ in group.structure.numbers}
+        for path, _ in group.structure.tensors:
+            at[path] = inputs.tensor(prefix + path, -1, values[path].detach().reshape(()))
+        shared.append(at)
     owned = []
     for owner, rep in enumerate(reps):
         at = {
@@ -178,17 +210,16 @@ def _add_inputs(
             elif entry.kind != "constant":
                 at[entry.key] = inputs.tensor(name, owner, value)
         owned.append(at)
-    return _Slots(shared, tuple(owned))
+    return _Slots(tuple(shared), tuple(owned))
 
 
 def trace_step(
     optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    structure: GroupStructure,
+    groups: Sequence[TracedGroup],
     reps: Sequence[Representative],
     forced: tuple[bool, ...] = (),
 ) -> StepTrace:
-    """Trace one step of ``optimizer`` on ``reps``, all of ``group``.
+    """Trace one step of ``optimizer`` on ``reps``, with ``groups`` for its groups.
 
     The outputs are every tensor and number of the representatives after the step, named as the
     leaves are. Branches follow ``forced`` as far as it goes, then the values of the moment. On a
@@ -200,7 +231,7 @@ def trace_step(
     """
     for scale in _STATE_SCALES[: len(_STATE_SCALES) if forced else 1]:
         try:
-            return _trace_once(optimizer, group, structure, reps, forced, scale)
+            return _trace_once(optimizer, groups, reps, forced, scale)
         except StateMissing:
             raise
         except CodegenError as error:
@@ -214,8 +245,7 @@ _STATE_SCALES = (1.0, 1000.0, 0.001)
 
 def _trace_once(
     optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    structure: GroupStructure,
+    groups: Sequence[TracedGroup],
     reps: Sequence[Representative],
     forced: tuple[bool, ...],
     scale: float,
@@ -223,10 +253,10 @@ def _trace_once(
     with compile_lock:
         decisions = Decisions(forced)
         inputs = _Inputs(ScalarEnv(decisions), scale)
-        slots = _add_inputs(inputs, group, structure, reps)
+        slots = _add_inputs(inputs, groups, reps)
         watch = _WatchMode()
         names: list[Leaf] = []
-        run = functools.partial(_run_step, optimizer, group, reps, slots, names, watch)
+        run = functools.partial(_run_step, optimizer, groups, reps, slots, names, watch)
 
         def traced(*flat: Any) -> tuple[list[Any], list[Any]]:
             with ItemMode(inputs.env, inputs.values):
@@ -237,7 +267,9 @@ def _trace_once(
         with quiet, torch.no_grad(), inputs.mode, symbolic_math(optimizer), reasons(optimizer):
             gm = make_fx(traced, tracing_mode="real")(*inputs.flat)
     shapes = tuple(tuple(rep.param.shape) for rep in reps)
-    return StepTrace(gm, tuple(inputs.leaves), shapes, tuple(names), decisions, watch.reads_shape)
+    classes = tuple(rep.number for rep in reps)
+    leaves, outputs = tuple(inputs.leaves), tuple(names)
+    return StepTrace(gm, leaves, shapes, outputs, decisions, watch.reads_shape, classes)
 
 
 @contextlib.contextmanager
@@ -266,7 +298,7 @@ def reasons(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _run_step(
     optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
+    groups: Sequence[TracedGroup],
     reps: Sequence[Representative],
     slots: _Slots,
     names: list[Leaf],
@@ -277,10 +309,15 @@ def _run_step(
     copy: Any = object.__new__(type(optimizer))
     copy.__dict__.update(optimizer.__dict__)
     copy.grad_scale = copy.found_inf = None
-    shared = substitute_group(group, {path: flat[at] for path, at in slots.group.items()})
-    shared["params"] = [flat[at["param"]] for at in slots.owned]
-    copy.param_groups, copy.state = [shared], defaultdict(dict)
-    before = dict(shared)
+    shared = [
+        substitute_group(group.entries, {path: flat[at] for path, at in slot.items()})
+        for group, slot in zip(groups, slots.groups, strict=True)
+    ]
+    for index, group in enumerate(shared):
+        pairs = zip(reps, slots.owned, strict=True)
+        group["params"] = [flat[at["param"]] for rep, at in pairs if rep.group == index]
+    copy.param_groups, copy.state = shared, defaultdict(dict)
+    before = [dict(group) for group in shared]
     for rep, at in zip(reps, slots.owned, strict=True):
         param = flat[at["param"]]
         param.grad = flat[at["grad"]]
@@ -296,10 +333,14 @@ def _run_step(
 
 
 def _refuse_other_changes(
-    optimizer: torch.optim.Optimizer, copy: Any, group: dict[str, Any], before: dict[str, Any]
+    optimizer: torch.optim.Optimizer,
+    copy: Any,
+    groups: Sequence[dict[str, Any]],
+    before: Sequence[dict[str, Any]],
 ) -> None:
     """Refuse a step that keeps anything outside the state: it would be the same at every step."""
-    changed = [key for key, value in group.items() if before.get(key) is not value]
+    pairs = [(k, v, old) for g, old in zip(groups, before, strict=True) for k, v in g.items()]
+    changed = [key for key, value, old in pairs if old.get(key) is not value]
     if changed:
         raise CodegenError(f"fuse-updates: the step changes {changed[0]!r} of its group.")
     expected = vars(optimizer)

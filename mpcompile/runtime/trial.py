@@ -7,6 +7,7 @@ differs, or one that draws random numbers, runs as eager.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ TOLERANCE = 1e-3
 """Largest difference, relative to the change that the step makes."""
 TOLERANCE_WITH_CALLS = 0.1
 """The same where 16-bit matrix products may amplify a difference in the last bit."""
+_FEW = 3
+"""Coupled parameters of a kind that are copied, and parameters without a gradient."""
 
 
 def check(
@@ -35,13 +38,17 @@ def check(
     grads: Sequence[torch.Tensor],
     treatment: GradTreatment,
     copies: dict[torch.Tensor, torch.Tensor],
+    without: Sequence[Member] = (),
 ) -> None:
     """Compare one step of the kernel of ``prepared`` with one of ``optimizer``, on copies.
+
+    ``without`` are parameters that have no gradient.
 
     Raises:
         CodegenError: they differ.
     """
-    rows = _smallest_of_each_kind(prepared)
+    is_coupled = bool(prepared.kernel.totals)
+    rows = _smallest_of_each_kind(prepared, _FEW if is_coupled else 1)
     members = [prepared.members[row] for row in rows]
     used = [  # as precise as the optimizer's own code takes them
         grads[row].detach().to(m.param.dtype).to(grads[row].dtype, copy=True)
@@ -49,7 +56,8 @@ def check(
     ]
     if not all(bool(grad.isfinite().all()) for grad in used):
         return
-    before, eager, fused = (_Copy(optimizer, members) for _ in range(3))
+    beside = without[:_FEW] if is_coupled else ()
+    before, eager, fused = (_Copy(optimizer, members, beside) for _ in range(3))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         with reasons(optimizer):
             eager.step(used)
@@ -77,19 +85,25 @@ def check(
 class _Copy:
     """A shallow copy of an optimizer with clones of a few parameters and their state."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, members: Sequence[Member]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        members: Sequence[Member],
+        beside: Sequence[Member],
+    ) -> None:
         copy: Any = object.__new__(type(optimizer))
         copy.__dict__.update(optimizer.__dict__)
         copy.grad_scale = copy.found_inf = None
         self.optimizer = copy
-        self.params = [m.param.detach().clone().requires_grad_() for m in members]
+        clones = [m.param.detach().clone().requires_grad_() for m in (*members, *beside)]
+        self.params = clones[: len(members)]
         groups = [{k: _clone(v) for k, v in g.items() if k != "params"} for g in _groups(optimizer)]
         for index, group in enumerate(groups):
-            mine = zip(members, self.params, strict=True)
+            mine = zip((*members, *beside), clones, strict=True)
             group["params"] = [param for member, param in mine if member.group == index]
         self.optimizer.param_groups = groups
         self.optimizer.state = defaultdict(dict)
-        for member, param in zip(members, self.params, strict=True):
+        for member, param in zip((*members, *beside), clones, strict=True):
             state = optimizer.state.get(member.param, {})
             self.optimizer.state[param] = {key: _clone(value) for key, value in state.items()}
 
@@ -122,14 +136,12 @@ def _clone(value: Any) -> Any:
     return type(value)(map(_clone, value)) if type(value) in (list, tuple) else value
 
 
-def _smallest_of_each_kind(prepared: Prepared) -> list[int]:
-    """Return a row of each kind, kinds in order; tensors without elements say nothing."""
-    best: dict[int, tuple[int, int]] = {}
+def _smallest_of_each_kind(prepared: Prepared, count: int) -> list[int]:
+    """Return ``count`` rows of each kind, in order; tensors without elements say nothing."""
+    kinds: dict[int, list[tuple[float, int]]] = {}
     for row, (kind, member) in enumerate(zip(prepared.rows.kinds, prepared.members, strict=False)):
-        size = member.param.numel() or math.inf
-        if kind not in best or size < best[kind][0]:
-            best[kind] = (int(min(size, 2**62)), row)
-    return [best[kind][1] for kind in sorted(best)]
+        kinds.setdefault(kind, []).append((member.param.numel() or math.inf, row))
+    return sorted(row for sizes in kinds.values() for _, row in heapq.nsmallest(count, sizes))
 
 
 def _compare(before: _Copy, eager: _Copy, fused: _Copy, tolerance: float) -> None:

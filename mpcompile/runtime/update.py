@@ -59,7 +59,7 @@ class OptimizerUpdate:
         self.reason = _refusal(optimizer)
         self.handle = ""
         self.num_prepared = 0
-        self._tried: set[str] = set()
+        self._tried: set[tuple[str, bool]] = set()
 
     def set_copies(self, copies: dict[torch.Tensor, torch.Tensor]) -> None:
         """Have the update write a 16-bit copy of each parameter that is a key of ``copies``."""
@@ -133,9 +133,13 @@ class OptimizerUpdate:
         prepared = Prepared(
             self.optimizer, self.classes, members, present, treatment, self.copies, self.cache_dir
         )
-        if prepared.source not in self._tried:
-            trial.check(prepared, self.optimizer, self.classes, present, treatment, self.copies)
-            self._tried.add(prepared.source)
+        without = [m for m, grad in zip(everyone, grads, strict=True) if grad is None]
+        tried = (prepared.source, bool(without and prepared.kernel.totals))
+        if tried not in self._tried:
+            trial.check(
+                prepared, self.optimizer, self.classes, present, treatment, self.copies, without
+            )
+            self._tried.add(tried)
         self.prepared[key] = prepared
         if not prepared.is_current(present):
             raise CodegenError("fuse-updates: parameters, state or gradients change while read.")

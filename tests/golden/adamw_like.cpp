@@ -17,6 +17,8 @@ struct Table {
   const int64_t* chunk_row;     // (chunks)
   const int64_t* chunk_begin;   // (chunks), in elements
   const int64_t* chunk_end;     // (chunks), in elements
+  double* terms;                // (rows, TOTALS)
+  double* totals;               // (TOTALS)
 };
 
 static inline uint32_t bits_of(float x) { uint32_t u; std::memcpy(&u, &x, 4); return u; }
@@ -66,6 +68,7 @@ static constexpr int64_t COLUMNS = 4;
 static constexpr int64_t NUMBERS = 0;
 static constexpr int64_t SHARED = 1;
 static constexpr int64_t SUMS = 1;
+static constexpr int64_t TOTALS = 0;
 static constexpr int64_t PHASES = 2;
 
 static double add_partials(const Table& t, int64_t row, int64_t k) {
@@ -79,6 +82,18 @@ static double max_partials(const Table& t, int64_t row, int64_t k) {
   double a = 0;
   for (int64_t c = t.first_chunk[row]; c < t.first_chunk[row + 1]; c++)
     a = max_nan(t.partials[c * SUMS + k], a);
+  return a;
+}
+
+static double add_terms(const Table& t, int64_t begin, int64_t end, int64_t k) {
+  double a = 0;
+  for (int64_t row = begin; row < end; row++) a += t.terms[row * TOTALS + k];
+  return a;
+}
+
+static double max_terms(const Table& t, int64_t begin, int64_t end, int64_t k) {
+  double a = -__builtin_inf();
+  for (int64_t row = begin; row < end; row++) a = max_nan(t.terms[row * TOTALS + k], a);
   return a;
 }
 
@@ -159,6 +174,9 @@ static void finish(const Table& t, int64_t phase, int64_t row) {
   }
 }
 
+static void fold_totals(const Table& t, int64_t phase, int64_t begin, int64_t end) {
+}
+
 // One chunk after another; what a tensor needs once is done by whoever ran its only chunk, or at
 // the end, where little is left. One barrier a phase.
 extern "C" int64_t run(const Table* table, int64_t phase, int64_t phase_end, int64_t row_begin,
@@ -174,6 +192,7 @@ extern "C" int64_t run(const Table* table, int64_t phase, int64_t phase_end, int
     }
     for (int64_t row = row_begin; row < row_end; row++)
       if (t.first_chunk[row + 1] - t.first_chunk[row] != 1) finish(t, phase, row);
+    fold_totals(t, phase, row_begin, row_end);
   }
   return 0;
 }

@@ -115,21 +115,6 @@ class AdamWithEma(torch.optim.Adam):
                 state["ema"].lerp_(p.detach(), 1 - decay)
 
 
-class Coupled(torch.optim.Optimizer):
-    """Divides by the norm of all gradients together."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            total = torch.stack([p.grad.norm() for p in params]).norm()
-            for p in params:
-                p.addcdiv_(p.grad, total.expand_as(p), value=-group["lr"])
-
-
 class BakedIn(torch.optim.Optimizer):
     """Computes with its step count where no tracer can follow."""
 

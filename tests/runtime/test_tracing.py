@@ -11,8 +11,9 @@ import torch
 from mpcompile.errors import CodegenError
 from mpcompile.runtime.analysis import Analysis, analyze
 from mpcompile.runtime.structure import ParamStructure, describe_group, describe_state
-from mpcompile.runtime.tracing import Representative, StateMissing, trace_step
+from mpcompile.runtime.tracing import Representative, StateMissing, TracedGroup, trace_step
 from tests.runtime import optimizers as by_hand
+from tests.runtime.coupled import GlobalNorm
 from tests.runtime.updating import parameters, set_grads
 
 
@@ -29,7 +30,8 @@ def _analyze(optimizer: torch.optim.Optimizer, steps: int = 2) -> Analysis:
         described = describe_state(param, state)
         own = ParamStructure(structure, param.dtype, param.dim(), described)
         reps.append(Representative(param, dict(state), own))
-    return analyze(lambda forced: trace_step(optimizer, group, structure, reps, forced))
+    groups = [TracedGroup(group, structure)]
+    return analyze(lambda forced: trace_step(optimizer, groups, reps, forced))
 
 
 def _pair() -> list[torch.nn.Parameter]:
@@ -91,7 +93,7 @@ def test_shape_reads_are_noticed() -> None:
     ("make", "match"),
     [
         (by_hand.BakedIn, r"Python computes with add\(state.step, 1\)"),
-        (by_hand.Coupled, "couples parameters"),
+        (GlobalNorm, "couples parameters"),
     ],
 )
 def test_what_cannot_be_traced_is_refused_with_the_reason(make: Any, match: str) -> None:

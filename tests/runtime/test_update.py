@@ -13,6 +13,7 @@ import torch
 from mpcompile.runtime import update as update_module
 from mpcompile.runtime.update import OptimizerUpdate
 from tests.runtime import optimizers as by_hand
+from tests.runtime.coupled import Neighbours
 from tests.runtime.updating import parameters, relative_difference, set_grads, worst_excess
 
 O = torch.optim  # noqa: E741 - a table of optimizers reads better so
@@ -101,7 +102,7 @@ def test_capturable_adamw_runs_on_cpu() -> None:
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (by_hand.Coupled, "couples parameters"),
+        (Neighbours, "reads elements of two"),
         (by_hand.BakedIn, "would be baked in"),
         (by_hand.CountsInGroup, "changes 'k' of its group"),
         (by_hand.CountsItself, "changes its attribute 'num_steps'"),
