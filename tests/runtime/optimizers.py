@@ -115,6 +115,29 @@ class AdamWithEma(torch.optim.Adam):
                 state["ema"].lerp_(p.detach(), 1 - decay)
 
 
+class RelativeStep(torch.optim.Optimizer):
+    """A rate from the step count and the size of the parameter, as Adafactor of transformers."""
+
+    def __init__(self, params: Iterable[Any], warmup: bool = False) -> None:
+        super().__init__(params, {"eps": 1e-3, "decay": -0.8, "warmup": warmup})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, rms=0, square=torch.zeros_like(p))
+                state["step"] += 1
+                state["rms"] = p.norm(2) / (p.numel() ** 0.5)
+                smallest = 1e-6 * state["step"] if group["warmup"] else 1e-2
+                rate = min(smallest, 1.0 / math.sqrt(state["step"]))
+                rate = max(group["eps"], state["rms"]) * rate
+                beta = 1.0 - math.pow(state["step"], group["decay"])
+                state["square"].mul_(beta).add_(p.grad**2 + 1e-30, alpha=1.0 - beta)
+                p.sub_(state["square"].rsqrt() * p.grad * rate)
+
+
 class BakedIn(torch.optim.Optimizer):
     """Computes with its step count where no tracer can follow."""
 

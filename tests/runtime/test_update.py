@@ -48,6 +48,8 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "lamb": (by_hand.Lamb, {}),
     "lars": (by_hand.Lars, {}),
     "adam-ema": (by_hand.AdamWithEma, {}),
+    "relative-step": (by_hand.RelativeStep, {}),
+    "relative-step-warmup": (by_hand.RelativeStep, {"warmup": True}),
 }
 
 
