@@ -177,11 +177,12 @@ def _finish_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
 def _element_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
     """Return the function that runs over the elements of one chunk."""
     roots = [r.operand for r in phase.reductions] + [store.value for store in phase.stores]
-    head = []
+    head, positions = [], list[int]()
     for buffer, (dtype, written) in _buffers(roots, phase.stores).items():
         kind = _CTYPES[dtype] if written else f"const {_CTYPES[dtype]}"
         position = frame.index[buffer][1]
         head.append(f"{kind}* __restrict b{position} = ({kind}*)ptr[{position}];")
+        positions.append(position)
     uniform = Block(Cpp(), frame.uniform_leaf, "u")
     names = dict(zip(phase.uniforms, uniform.emit(phase.uniforms), strict=True))
 
@@ -200,7 +201,8 @@ def _element_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
         body.append(f"b{frame.index[store.buffer][1]}[i] = {text};")
     body = block.lines + body
     if count:
-        loop = _reduction_loop(phase, body, [frame.schedule.sums[r] for r in phase.reductions])
+        slots = [frame.schedule.sums[r] for r in phase.reductions]
+        loop = _reduction_loop(phase, body, slots, positions)
     else:
         loop = ["#pragma omp simd", "for (int64_t i = begin; i < end; i++) {", *indent(body), "}"]
     lines = _with_sources(head + uniform.lines + loop)
@@ -208,10 +210,13 @@ def _element_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
     return [f"static void {name}{signature}", *indent(lines), "}", ""]
 
 
-def _reduction_loop(phase: Phase, body: list[str], slots: Sequence[int]) -> list[str]:
+def _reduction_loop(
+    phase: Phase, body: list[str], slots: Sequence[int], positions: Sequence[int]
+) -> list[str]:
     """Return a loop with LANES accumulators for each reduction, folded in order at the end.
 
-    One accumulator would make each addition wait for the one before.
+    One accumulator would make each addition wait for the one before. A loop that only reads is
+    bound by how early it asks for memory; hardware stops asking at the end of each page.
     """
     count = range(len(slots))
     arguments = ", ".join(f"double& r{k}" for k in count)
@@ -226,6 +231,7 @@ def _reduction_loop(phase: Phase, body: list[str], slots: Sequence[int]) -> list
         *lanes,
         "int64_t i = begin;",
         "for (; i + LANES <= end; i += LANES) {",
+        *(f"  ask_ahead(b{position} + i);" for position in positions),
         "  #pragma omp simd",
         f"  for (int64_t j = 0; j < LANES; j++) element(i + j, {each});",
         "}",

@@ -69,6 +69,10 @@ template <class T> static inline T floor_mod(T a, T b) { return a - b * floor_di
 """
 
 PARTIALS = """\
+template <class T> static inline void ask_ahead(const T* block) {
+  for (int64_t j = 0; j < LANES; j += 64 / sizeof(T)) __builtin_prefetch(block + 1024 + j);
+}
+
 static double add_partials(const Table& t, int64_t row, int64_t k) {
   double a = 0;
   for (int64_t c = t.first_chunk[row]; c < t.first_chunk[row + 1]; c++)

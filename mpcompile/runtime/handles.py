@@ -1,8 +1,10 @@
 """Tensors as the C handles that compiled code reads: data pointers without a Python call each.
 
-Private torch API, seen in 2.11 to 2.14: ``torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors``. The
-functions that read a handle (``aoti_torch_get_data_ptr`` and so on) are AOTInductor's stable C
-interface. Reading 8,000 pointers this way costs 0.1 ms; ``Tensor.data_ptr`` costs ten times that.
+Private torch API, seen in 2.11 to 2.14: ``torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors``, and
+``c10::TensorImpl::mutable_grad`` by its mangled name, which spares Python from looking at every
+``.grad``; where it is not exported, Python does look. The functions that read a handle
+(``aoti_torch_get_data_ptr`` and so on) are AOTInductor's stable C interface. Reading 8,000 pointers
+this way costs 0.1 ms; ``Tensor.data_ptr`` costs ten times that.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,8 +27,11 @@ READERS = (
     "aoti_torch_get_numel",
     "aoti_torch_get_strides",
     "aoti_torch_delete_tensor_object",
+    "aoti_torch_is_defined",
 )
+GRAD_READER = "_ZN3c1010TensorImpl12mutable_gradEv"
 
+FUNCTIONS = ("list_is", "dict_is", "dicts_are", "locate", "locate_once")
 SOURCE = """\
 // Refresh a tensor table: do the objects still hold, where does each tensor lie?
 #include <cstdint>
@@ -44,6 +49,8 @@ struct Readers {
   int32_t (*numel)(void*, int64_t*);
   int32_t (*strides)(void*, int64_t**);
   int32_t (*remove)(void*);
+  int32_t (*is_defined)(void*, bool*);
+  void* (*grad)(void*);  // of an implementation, the first word of a handle; may be null
 };
 
 // What a tensor looked like when the table was made; strides of dimensions follow one another.
@@ -51,6 +58,7 @@ struct Layout { int64_t dtype, dim, numel, first_stride; };
 
 int64_t list_is(void* list, void* const* items, int64_t count) {
   if (PyList_Size(list) != count) return 0;
+  for (int64_t i = 0; i < count; i++) __builtin_prefetch(items[i]);  // Python looks at them next
   for (int64_t i = 0; i < count; i++) if (PyList_GetItem(list, i) != items[i]) return 0;
   return 1;
 }
@@ -87,29 +95,89 @@ static bool looks(const Readers& read, void* tensor, const Layout& want, const i
 }
 
 // A tensor is three objects (handle, implementation, storage), each a cache miss. Ask for them
-// ahead; that the first word of a handle and the third of an implementation are addresses only
-// saves time.
-static void ask_ahead(void* const* tensors, int64_t i, int64_t count) {
+// ahead; that the first word of a handle and `word` of an implementation are addresses (2 is its
+// storage, 3 what autograd knows, 5 its version) only saves time.
+static void ask_ahead(void* const* tensors, int64_t i, int64_t count, int word) {
   if (i + 64 < count) {
     const char* far = *(const char* const*)tensors[i + 64];
-    __builtin_prefetch(far), __builtin_prefetch(far + 64), __builtin_prefetch(far + 128);
+    for (int64_t byte = 0; byte < 256; byte += 64) __builtin_prefetch(far + byte);
   }
-  if (i + 32 < count) __builtin_prefetch((*(const char* const* const*)tensors[i + 32])[2]);
+  if (i + 32 < count) {
+    const char* near = (*(const char* const* const*)tensors[i + 32])[word];
+    __builtin_prefetch(near), __builtin_prefetch(near + 64);
+  }
 }
 
-// Returns how many tensors look different; *moved counts pointers that changed.
-int64_t locate(const Readers* read, int64_t count, void* const* tensors, const Layout* layouts,
-               const int64_t* strides, const int64_t* places, void** pointers, int64_t* moved,
-               int64_t threads) {
-  int64_t changed = 0, elsewhere = 0;
-  #pragma omp parallel for num_threads(int(threads)) reduction(+ : changed, elsewhere)
-  for (int64_t i = 0; i < count; i++) {
-    ask_ahead(tensors, i, count);
+// A list of tensors, what they looked like, and where their pointers go.
+struct Tensors {
+  int64_t count;
+  void* const* handles;
+  const Layout* layouts;
+  const int64_t* strides;
+  const int64_t* places;
+};
+
+// Shared among the threads of a team, as the next one is. Returns how many tensors look different.
+static int64_t locate_fixed(const Readers& read, const Tensors& t, void** pointers,
+                            int64_t& elsewhere) {
+  int64_t changed = 0;
+  #pragma omp for schedule(static) nowait
+  for (int64_t i = 0; i < t.count; i++) {
+    ask_ahead(t.handles, i, t.count, 2);
     void* data = nullptr;
-    changed += read->data_ptr(tensors[i], &data) != 0;
-    elsewhere += pointers[places[i]] != data;
-    pointers[places[i]] = data;
-    changed += !looks(*read, tensors[i], layouts[i], strides);
+    changed += read.data_ptr(t.handles[i], &data) != 0;
+    elsewhere += pointers[t.places[i]] != data;
+    pointers[t.places[i]] = data;
+    changed += !looks(read, t.handles[i], t.layouts[i], t.strides);
+  }
+  return changed;
+}
+
+// The gradients of tensors. Those at the end, of which nothing else is known, should have none.
+static int64_t locate_grads(const Readers& read, const Tensors& t, int64_t without,
+                            void** pointers, void** again) {
+  static constexpr int64_t AHEAD = 16;
+  const int64_t all = t.count + without;
+  int64_t changed = 0;
+  void* found[AHEAD];
+  #pragma omp for schedule(static) nowait
+  for (int64_t block = 0; block < all; block += AHEAD) {
+    const int64_t end = block + AHEAD < all ? block + AHEAD : all;
+    for (int64_t i = block; i < end; i++) {
+      ask_ahead(t.handles, i, all, 3);
+      __builtin_prefetch((*(const char* const* const*)t.handles[i])[5]);  // Python counts it up
+      found[i - block] = read.grad(*(void**)t.handles[i]);
+      const char* far = *(const char* const*)found[i - block];
+      for (int64_t byte = 0; byte < 256; byte += 64) __builtin_prefetch(far + byte);
+    }
+    for (int64_t i = block; i < end; i++) {
+      const char* near = (*(const char* const* const*)found[i - block])[2];
+      __builtin_prefetch(near), __builtin_prefetch(near + 64);
+    }
+    for (int64_t i = block; i < end; i++) {
+      void *grad = found[i - block], *data = nullptr;
+      bool there = false;
+      read.is_defined(grad, &there);
+      if (there && i < t.count && looks(read, grad, t.layouts[i], t.strides)) {
+        changed += read.data_ptr(grad, &data) != 0;
+        pointers[t.places[i]] = again[i] = data;
+      } else {
+        changed += there || i < t.count;
+      }
+    }
+  }
+  return changed;
+}
+
+// Returns how many tensors look different; *moved counts pointers that changed. The gradients of
+// `owners` are located too, unless it is null.
+int64_t locate(const Readers* read, const Tensors* fixed, const Tensors* owners, int64_t without,
+               void** pointers, void** again, int64_t* moved, int64_t threads) {
+  int64_t changed = 0, elsewhere = 0;
+  #pragma omp parallel num_threads(int(threads)) reduction(+ : changed, elsewhere)
+  {
+    changed += locate_fixed(*read, *fixed, pointers, elsewhere);
+    if (owners) changed += locate_grads(*read, *owners, without, pointers, again);
   }
   *moved = elsewhere;
   return changed;
@@ -151,21 +219,29 @@ def readers() -> ctypes.Array[ctypes.c_void_p]:
     missing = [name for name in READERS if not hasattr(library, name)]
     if missing:
         raise CodegenError(f"fuse-updates: torch {torch.__version__} lacks {', '.join(missing)}.")
-    addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in READERS]
-    return (ctypes.c_void_p * len(READERS))(*addresses)
+    functions = [getattr(library, name) for name in READERS]
+    functions += [getattr(library, GRAD_READER)] if can_read_grads() else [None]
+    addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
+    return (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+@functools.cache
+def can_read_grads() -> bool:
+    """Whether gradients can be found from their parameters' handles."""
+    return hasattr(_torch_library(), GRAD_READER)
 
 
 @functools.cache
 def native(cache_dir: Path | None) -> ctypes.PyDLL:
     """Return the table's native part, built once; its functions run under the GIL."""
     library = ctypes.PyDLL(str(build_library(SOURCE, cache_dir).path))
-    for name in ("list_is", "dict_is", "dicts_are", "locate", "locate_once"):
+    for name in FUNCTIONS:
         getattr(library, name).restype = ctypes.c_int64
     obj, ptr, i64 = ctypes.py_object, ctypes.c_void_p, ctypes.c_int64
     library.list_is.argtypes = [obj, ptr, i64]
     library.dict_is.argtypes = [obj, ptr, i64]
     library.dicts_are.argtypes = [obj, ptr, ptr]
-    library.locate.argtypes = [ptr, i64, ptr, ptr, ptr, ptr, ptr, ptr, i64]
+    library.locate.argtypes = [ptr, ptr, ptr, i64, ptr, ptr, ptr, i64]
     library.locate_once.argtypes = [ptr, obj, ptr, ptr, ptr, ptr, ptr]
     return library
 
@@ -207,6 +283,19 @@ class Layouts:
             strides += tensor.stride()
         self.layouts = (ctypes.c_int64 * len(layouts))(*layouts)
         self.strides = (ctypes.c_int64 * max(len(strides), 1))(*strides)
+
+
+class TensorList(ctypes.Structure):
+    """``Tensors`` of the native part; what is passed in has to live as long."""
+
+    _fields_: ClassVar = [
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("handles", "layouts", "strides", "places")),
+    ]
+
+    def __init__(self, count: int, handles: Handles, layouts: Layouts, places: int) -> None:
+        arrays = (handles.array, layouts.layouts, layouts.strides)
+        super().__init__(count, *(ctypes.addressof(item) for item in arrays), places)
 
 
 def _dtype_code(tensor: torch.Tensor) -> int:

@@ -25,6 +25,7 @@ from mpcompile.runtime.analysis import Analysis, guards_hold
 from mpcompile.runtime.calls import CallRunner
 from mpcompile.runtime.cases import PlannedCase, Surroundings, build_kernel, plan_case
 from mpcompile.runtime.classes import Classes, Member, group_values
+from mpcompile.runtime.handles import can_read_grads
 from mpcompile.runtime.record import KernelRecord
 from mpcompile.runtime.staging import Staging
 from mpcompile.runtime.structure import ParamStructure, describe_group
@@ -89,6 +90,15 @@ class Prepared:
         )
         self.norm_tables: dict[Any, Any] = {}
         self.current_grads: Sequence[torch.Tensor] = grads
+        self._params = [member.param for member in members]
+        self.own_grads = OwnGrads(self._params)
+        with_grad = set(map(id, self._params))
+        self._without = [
+            param
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if id(param) not in with_grad
+        ]
         self._fill(planned, grads, copies)
         self._watch_objects()
         self.calls = CallRunner(self, planned) if any(p.calls for p in planned) else None
@@ -127,7 +137,8 @@ class Prepared:
             written.append(mine)
         self.numbers, self._written = numbers, written
         placed = [self._place_grad(row, grad) for row, grad in enumerate(grads)]
-        self.locator = Locator(self.rows, fixed, placed, self.cache_dir)
+        owners = (self._params, self._without)
+        self.locator = Locator(self.rows, fixed, placed, owners, self.cache_dir)
         self._runs: list[tuple[int, int]] | None = None
 
     def _add_number(
@@ -192,12 +203,20 @@ class Prepared:
         return len(now) == len(self._containers) and all(map(operator.is_, now, self._containers))
 
     def is_current(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Whether the table still describes the optimizer and fits ``grads``; takes pointers."""
+        """Whether the table still describes the optimizer and fits ``grads``; takes pointers.
+
+        With ``own_grads`` no Python object of a gradient is looked at.
+        """
         if not self._same_containers() or not self._watch.holds() or not self._refresh_groups():
             return False
-        same, moved = self.locator.locate()
+        is_own = grads is self.own_grads
+        if is_own and (self.staging.grads or not can_read_grads()):
+            return False
+        same, moved = self.locator.locate(is_own)
         if not same:
             return False
+        if is_own:
+            return self._find_runs(moved)
         if self.staging.grads:
             grads = [
                 self._place_grad(row, grad) if row in self.staging.grads else grad
@@ -205,6 +224,10 @@ class Prepared:
             ]
         if not self.locator.locate_grads(grads):
             return False
+        return self._find_runs(moved)
+
+    def _find_runs(self, moved: bool) -> bool:
+        """Find out which rows share memory, if that may have changed."""
         if moved or self._runs is None:
             self._runs = independent_runs([_ranges(tensors) for tensors in self._written])
         return True
@@ -217,6 +240,7 @@ class Prepared:
                 self.rows.inputs[self.kernel.inputs.index(name)] = value
         for number in self.numbers:
             self.rows.numbers[number.position] = number.entries[number.key]
+        torch.autograd.graph.increment_version(self._params)  # now, while they are in the cache
         self.staging.copy_in()
         begin = self.kernel.total_phases
         if begin:
@@ -230,7 +254,7 @@ class Prepared:
         for number in self.numbers:
             value = self.rows.numbers_out[number.position]
             number.entries[number.key] = int(value) if number.is_int else value
-        torch.autograd.graph.increment_version([member.param for member in self.members])
+        self.current_grads = ()
 
     def record(self) -> KernelRecord:
         """Return what one launch does."""
@@ -246,6 +270,21 @@ class Prepared:
     def grad_pointers(self) -> array.array[Any]:
         """Return where the gradients of this launch lie."""
         return self.locator.grad_pointers
+
+
+class OwnGrads(Sequence[torch.Tensor]):
+    """The gradients that parameters hold when one is asked for."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+    def __getitem__(self, position: Any) -> Any:
+        grad = self._params[position].grad
+        assert grad is not None
+        return grad
 
 
 def _plan(

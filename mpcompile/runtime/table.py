@@ -19,7 +19,7 @@ import torch
 
 from mpcompile.codegen.cpp import Sizes
 from mpcompile.codegen.schedule import Kernel
-from mpcompile.runtime.handles import Handles, Layouts, native, open_capsules, readers
+from mpcompile.runtime.handles import Handles, Layouts, TensorList, native, open_capsules, readers
 
 CHUNK_ELEMENTS = 16384
 ELEMENTS_PER_THREAD = 32768
@@ -193,31 +193,46 @@ class Locator:
     """Writes the pointers of fixed tensors and of the gradients of the moment into ``rows``."""
 
     def __init__(
-        self, rows: Rows, fixed: Located, grads: Sequence[torch.Tensor], cache_dir: Path | None
+        self,
+        rows: Rows,
+        fixed: Located,
+        grads: Sequence[torch.Tensor],
+        owners: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+        cache_dir: Path | None,
     ) -> None:
+        """Look at all tensors; ``owners`` are the parameters with a gradient, then the others."""
         self._native, self._readers, self._rows = native(cache_dir), readers(), rows
-        self._handles, self._layouts = Handles(fixed.tensors), Layouts(fixed.tensors)
-        self._places = array.array("q", [*fixed.places, 0])
+        handles, layouts = Handles(fixed.tensors), Layouts(fixed.tensors)
+        places = array.array("q", [*fixed.places, 0])
+        self._fixed = TensorList(len(fixed.tensors), handles, layouts, address(places))
         self._grad_layouts = Layouts(grads)
         self._grad_places = array.array(
             "q", [rows.place(r, "grad") for r in range(rows.count)] + [0]
         )
+        holders = Handles([*owners[0], *owners[1]])
+        self._owned = TensorList(
+            rows.count, holders, self._grad_layouts, address(self._grad_places)
+        )
+        self._num_without = len(owners[1])
+        self._keep = (handles, layouts, places, holders)
         self.grad_pointers = zeros("Q", rows.count)
         self._moved = ctypes.c_int64()
 
-    def locate(self) -> tuple[bool, bool]:
-        """Return whether all layouts hold, and whether a pointer changed."""
-        count = len(self._handles.tensors)
+    def locate(self, own_grads: bool = False) -> tuple[bool, bool]:
+        """Return whether all layouts hold, and whether a pointer to a fixed tensor changed.
+
+        With ``own_grads`` the ``.grad`` of each owner is located too, and has to be None for those
+        without one.
+        """
         changed = self._native.locate(
             ctypes.addressof(self._readers),
-            count,
-            ctypes.addressof(self._handles.array),
-            ctypes.addressof(self._layouts.layouts),
-            ctypes.addressof(self._layouts.strides),
-            address(self._places),
+            ctypes.addressof(self._fixed),
+            ctypes.addressof(self._owned) if own_grads else None,
+            self._num_without,
             address(self._rows.pointers),
+            address(self.grad_pointers),
             ctypes.addressof(self._moved),
-            torch.get_num_threads() if count > MANY_TENSORS else 1,
+            torch.get_num_threads() if self._fixed.count > MANY_TENSORS else 1,
         )
         return changed == 0, self._moved.value > 0
 

@@ -56,6 +56,7 @@ class OptimizerUpdate:
         self.norms = NormKernels(cache_dir)
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
         self.prepared: dict[Any, Prepared] = {}
+        self._own: dict[Any, Prepared] = {}
         self.reason = _refusal(optimizer)
         self.handle = ""
         self.num_prepared = 0
@@ -65,6 +66,7 @@ class OptimizerUpdate:
         """Have the update write a 16-bit copy of each parameter that is a key of ``copies``."""
         self.copies = dict(copies)
         self.prepared.clear()
+        self._own.clear()
 
     def record(self) -> UpdateRecord:
         """Return what the update does, for reports."""
@@ -85,8 +87,12 @@ class OptimizerUpdate:
         if plan.skip is not None and bool(plan.skip.item()):
             return Outcome(fused=not self.reason, reason=self.reason, skipped=True)
         self._grad_mode = torch.is_grad_enabled()
+        own = grads is None
         with torch.no_grad():
             if grads is None:
+                prepared = self._again(plan)
+                if prepared is not None:
+                    return self._launch(prepared, prepared.own_grads, plan)
                 grads = [param.grad for param in self._all_params()]
             present = [grad for grad in grads if grad is not None]
             if not present or self.reason:
@@ -98,9 +104,21 @@ class OptimizerUpdate:
             except CodegenError as error:
                 self._give_up(str(error))
                 return self._eagerly(grads, plan, self.reason)
-            prepared.current_grads = present
-            inputs, norm = plan.inputs(prepared, self.norms, present)
-            prepared.launch(inputs)
+            if own:
+                self._own[plan.steps, plan.write] = prepared
+            return self._launch(prepared, present, plan)
+
+    def _again(self, plan: GradPlan) -> Prepared | None:
+        """Return what last ran on the parameters' ``.grad``, if it fits those of now."""
+        prepared = self._own.get((plan.steps, plan.write))
+        if prepared is None or self.reason or not prepared.is_current(prepared.own_grads):
+            return None
+        return prepared
+
+    def _launch(self, prepared: Prepared, grads: Sequence[torch.Tensor], plan: GradPlan) -> Outcome:
+        prepared.current_grads = grads
+        inputs, norm = plan.inputs(prepared, self.norms, grads)
+        prepared.launch(inputs)
         return Outcome(fused=True, norm=norm)
 
     def _all_params(self) -> list[torch.Tensor]:
@@ -125,6 +143,7 @@ class OptimizerUpdate:
             return prepared
         if len(self.prepared) >= MAX_PREPARED:
             self.prepared.clear()
+            self._own.clear()
         self.num_prepared += 1
         groups = self.optimizer.param_groups
         everyone = [Member(p, g) for g, group in enumerate(groups) for p in group["params"]]

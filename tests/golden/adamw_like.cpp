@@ -71,6 +71,10 @@ static constexpr int64_t SUMS = 1;
 static constexpr int64_t TOTALS = 0;
 static constexpr int64_t PHASES = 2;
 
+template <class T> static inline void ask_ahead(const T* block) {
+  for (int64_t j = 0; j < LANES; j += 64 / sizeof(T)) __builtin_prefetch(block + 1024 + j);
+}
+
 static double add_partials(const Table& t, int64_t row, int64_t k) {
   double a = 0;
   for (int64_t c = t.first_chunk[row]; c < t.first_chunk[row + 1]; c++)
@@ -109,6 +113,7 @@ static void elements_0_0(const Table& t, int64_t row, int64_t begin, int64_t end
   double lane0[LANES] = {0};
   int64_t i = begin;
   for (; i + LANES <= end; i += LANES) {
+    ask_ahead(b0 + i);
     #pragma omp simd
     for (int64_t j = 0; j < LANES; j++) element(i + j, lane0[j]);
   }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpcompile.runtime import dispatch
-from mpcompile.runtime.grads import ClipNorm, ClipValue, GradPlan
+from mpcompile.runtime.grads import ClipNorm, ClipValue, GradPlan, clip_coefficient, clip_number
 from mpcompile.runtime.update import OptimizerUpdate
 from mpcompile.runtime.updates import Updates
 from tests.runtime.updating import parameters, relative_difference, set_grads
@@ -149,3 +149,12 @@ def test_grad_scaler_drives_the_update(fused: bool) -> None:
     assert record.kernels
     assert scalers[0].get_scale() == scalers[1].get_scale()
     assert relative_difference(*lists) <= 1e-6
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-7, 0.3, 1.0, 7.123456, 3e8, 1e39, math.inf, math.nan])
+@pytest.mark.parametrize("max_norm", [1.0, 0.1, 5, 1e-3])
+def test_coefficient_on_the_host_is_that_of_tensors(norm: float, max_norm: float) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        want = clip_coefficient(torch.tensor(norm, dtype=dtype), max_norm)
+        found = clip_number(norm, max_norm, dtype)
+        assert found == want or (math.isnan(found) and math.isnan(want))
