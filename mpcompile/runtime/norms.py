@@ -15,6 +15,7 @@ from mpcompile.codegen.cpp import emit_cpp, measure
 from mpcompile.codegen.values import DTYPE_NAMES
 from mpcompile.runtime.cases import build_kernel, norm_case, step_input
 from mpcompile.runtime.grads import root
+from mpcompile.runtime.record import KernelRecord
 from mpcompile.runtime.table import Rows
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 class _NormTable:
     rows: Rows
     function: Any
+    record: KernelRecord
 
 
 class NormKernels:
@@ -59,6 +61,10 @@ class NormKernels:
         )
         return root(total, order)
 
+    def records(self, prepared: Prepared) -> list[KernelRecord]:
+        """Return what the norms that were taken for ``prepared`` do."""
+        return [table.record for table in prepared.norm_tables.values()]
+
     def _table(
         self,
         prepared: Prepared,
@@ -66,11 +72,15 @@ class NormKernels:
         steps: Sequence[str],
         order: float,
     ) -> _NormTable:
+        name = "gradient norm" if order == 2 else f"gradient norm of order {order:g}"
         dtypes = sorted({DTYPE_NAMES[grad.dtype] for grad in grads})
-        kernel = build_kernel("gradient norm", [norm_case(d, steps, order) for d in dtypes])
+        kernel = build_kernel(name, [norm_case(d, steps, order) for d in dtypes])
         kernel = type(kernel)(kernel.name, kernel.cases, ("grad",), (), (), kernel.inputs)
-        library = build_library(emit_cpp(kernel), self._cache_dir).library
+        source = emit_cpp(kernel)
+        built = build_library(source, self._cache_dir)
         kinds = [dtypes.index(DTYPE_NAMES[grad.dtype]) for grad in grads]
         sizes = [grad.numel() for grad in grads]
         rows = Rows(kernel, measure(kernel), sizes, kinds, [0] * len(sizes), prepared.rows.chunks)
-        return _NormTable(rows, library.run)
+        num_bytes = sum(grad.numel() * grad.element_size() for grad in grads)
+        record = KernelRecord(kernel.name, source, len(sizes), num_bytes, 0, built.cached)
+        return _NormTable(rows, built.library.run, record)

@@ -21,7 +21,7 @@ from mpcompile.runtime.classes import Classes, Member
 from mpcompile.runtime.grads import GradPlan, apply_eagerly
 from mpcompile.runtime.norms import NormKernels
 from mpcompile.runtime.prepared import GradTreatment, Prepared
-from mpcompile.runtime.record import UpdateRecord
+from mpcompile.runtime.record import KernelRecord, UpdateRecord
 from mpcompile.runtime.tracing import StateMissing
 
 MAX_PREPARED = 8
@@ -70,8 +70,10 @@ class OptimizerUpdate:
 
     def record(self) -> UpdateRecord:
         """Return what the update does, for reports."""
-        kernels = tuple(prepared.record() for prepared in self.prepared.values())
-        return UpdateRecord(type(self.optimizer).__name__, self.reason, kernels)
+        kernels: list[KernelRecord] = []
+        for prepared in self.prepared.values():
+            kernels += (*self.norms.records(prepared), prepared.record())
+        return UpdateRecord(type(self.optimizer).__name__, self.reason, tuple(kernels))
 
     def run(
         self, grads: Sequence[torch.Tensor | None] | None = None, plan: GradPlan | None = None

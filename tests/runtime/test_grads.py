@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 from mpcompile.runtime import dispatch
+from mpcompile.runtime import prepared as prepared_module
 from mpcompile.runtime.grads import ClipNorm, ClipValue, GradPlan, clip_coefficient, clip_number
 from mpcompile.runtime.update import OptimizerUpdate
 from mpcompile.runtime.updates import Updates
@@ -158,3 +160,63 @@ def test_coefficient_on_the_host_is_that_of_tensors(norm: float, max_norm: float
         want = clip_coefficient(torch.tensor(norm, dtype=dtype), max_norm)
         found = clip_number(norm, max_norm, dtype)
         assert found == want or (math.isnan(found) and math.isnan(want))
+
+
+@pytest.mark.parametrize(("order", "name"), [(2.0, "norm"), (math.inf, "norm of order inf")])
+def test_norm_is_a_kernel_of_the_record(order: float, name: str) -> None:
+    params = parameters()
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    set_grads(0, params)
+    update = OptimizerUpdate(optimizer)
+    update.run(plan=GradPlan(clips=(ClipNorm(1.0, order),)))
+    norm, kernel = update.record().kernels
+    elements = sum(p.numel() for p in params)
+    assert norm.name == f"gradient {name}"
+    assert "double lane0[LANES]" in norm.source
+    assert (norm.num_tensors, norm.bytes_read, norm.bytes_written) == (5, 4 * elements, 0)
+    assert kernel.name.startswith("SGD")
+    assert kernel.bound_s > norm.bound_s > 0
+
+
+def test_gradients_are_not_kept_after_the_update() -> None:
+    params = parameters()
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    update = OptimizerUpdate(optimizer)
+    for step in range(3):
+        set_grads(step, params)
+        update.run()
+    grad = weakref.ref(params[0].grad)
+    optimizer.zero_grad(set_to_none=True)
+    assert grad() is None
+
+
+@pytest.mark.parametrize("can_read", [True, False])
+def test_gradients_that_come_and_go_are_seen(
+    can_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared_module, "can_read_grads", lambda: can_read)
+    lists = [parameters(), parameters()]
+    eager, fused = (torch.optim.SGD(params, lr=0.1, momentum=0.9) for params in lists)
+    update = OptimizerUpdate(fused)
+    for step, missing in enumerate([(), (), (1,), (1,), (), (0, 3), (), ()]):
+        set_grads(step, *lists)
+        for params in lists:
+            for position in missing:
+                params[position].grad = None
+        eager.step()
+        update.run()
+    assert relative_difference(*lists) <= 1e-6
+    assert update.num_prepared <= 4
+
+
+def test_gradient_of_another_layout_is_seen() -> None:
+    lists = [parameters(((6, 4),)), parameters(((6, 4),))]
+    eager, fused = (torch.optim.SGD(params, lr=0.1) for params in lists)
+    update = OptimizerUpdate(fused)
+    for step in range(6):
+        set_grads(step, *lists)
+        for params in lists if step % 2 else ():
+            params[0].grad = torch.ones(4, 6).t()
+        eager.step()
+        assert update.run().fused
+    assert relative_difference(*lists) <= 1e-6
