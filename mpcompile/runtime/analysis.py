@@ -61,11 +61,16 @@ class Analysis:
 
 @dataclass(frozen=True)
 class _Choice:
-    """A branch on state or data, with the outcome that this path took."""
+    """A branch on state or data, with the outcome that this path took.
+
+    It was made at ``position`` for the parameter ``owner``, and as ``again`` for another one.
+    """
 
     position: int
     condition: Expr
     value: bool
+    owner: int | None
+    again: _Choice | None = None
 
 
 Results = Mapping[tuple[int, str], Expr]
@@ -136,7 +141,11 @@ class _Walk:
         self.num_paths, self.reads_shape = 0, False
 
     def explore(self, forced: tuple[bool, ...], depth: int) -> Results:
-        """Return the results of the path that starts as ``forced`` says, and of all beside it."""
+        """Return the results of all paths through the step."""
+        return self._explore(forced, depth)[1]
+
+    def _explore(self, forced: tuple[bool, ...], depth: int) -> tuple[_Path, Results]:
+        """Return the path that starts as ``forced`` says, and the results of all beside it."""
         self.num_paths += 1
         if self.num_paths > MAX_PATHS:
             raise CodegenError(
@@ -146,26 +155,49 @@ class _Walk:
         self.reads_shape |= path.reads_shape
         self.guards.update(dict.fromkeys(path.guards))
         self.calls += [call for call in path.calls if call not in self.calls]
-        return self._join(path, depth)
+        return path, self._join(path, depth)
 
     def _join(self, path: _Path, depth: int) -> Results:
         if depth == len(path.choices):
             return path.results
         choice = path.choices[depth]
-        other = self.explore((*path.outcomes[: choice.position], not choice.value), depth + 1)
+        forced = (*path.outcomes[: choice.position], not choice.value)
+        other_path, other = self._explore(forced, depth + 1)
+        self._check_apart(choice, path, other_path)
         same = self._join(path, depth + 1)
         yes, no = (same, other) if choice.value else (other, same)
         return {name: select(choice.condition, yes[name], no[name]) for name in yes}
+
+    def _check_apart(self, choice: _Choice, path: _Path, other: _Path) -> None:
+        """Raise if the branch that one parameter takes changes what another one becomes.
+
+        In ``path`` and ``other`` all parameters take the same; here two of them part.
+        """
+        if choice.again is None:
+            return
+        step = self._trace((*path.outcomes[: choice.again.position], not choice.value))
+        found = self._per_owner(step, self._extract(step))
+        for owner, alone in ((choice.owner, path), (choice.again.owner, other)):
+            assert owner is not None
+            number = step.classes[owner]
+            if any(alone.results[number, name] is not e for name, e in found[owner].items()):
+                raise CodegenError(
+                    f"fuse-updates: a branch of one parameter ({brief(choice.condition)}) changes "
+                    "the update of another one."
+                )
+
+    def _extract(self, step: StepTrace) -> Extracted:
+        """Return what ``step`` computes; each value reads one representative at most."""
+        found = Extractor(step.leaves, step.shapes).run(step.gm)
+        couplings = Couplings(step.classes, self.totals)
+        found.outputs = [replace(v, expr=couplings.resolve(v.expr)) for v in found.outputs]
+        return found
 
     def _trace_path(self, forced: tuple[bool, ...]) -> _Path:
         """Trace until every representative takes the same path; each try settles one branch."""
         for _ in range(4 * MAX_PATHS):
             step = self._trace(forced)
-            found = Extractor(step.leaves, step.shapes).run(step.gm)
-            couplings = Couplings(step.classes, self.totals)
-            found.outputs = [
-                replace(value, expr=couplings.resolve(value.expr)) for value in found.outputs
-            ]
+            found = self._extract(step)
             conditions = found.outputs[len(step.outputs) :]
             outcomes: list[bool] = []
             choices: dict[Expr, _Choice] = {}
@@ -173,14 +205,22 @@ class _Walk:
             conflict = False
             for made, value in zip(step.decisions.made, conditions, strict=True):
                 condition = localize(value.expr)
+                mine = _Choice(
+                    len(outcomes),
+                    condition,
+                    bool(made.value),
+                    max(tensors(value.expr), default=None),
+                )
                 if not isinstance(made.value, bool) or not _reads_data(value.expr):
                     guards.append(self._guard(value.expr, made.value))
                 elif condition not in choices:
                     self._check_group(value.expr, self._group_of(value.expr, step.classes))
-                    choices[condition] = _Choice(len(outcomes), condition, made.value)
+                    choices[condition] = mine
                 elif choices[condition].value != made.value:
                     forced, conflict = (*outcomes, not made.value), True
                     break
+                elif choices[condition].again is None and choices[condition].owner != mine.owner:
+                    choices[condition] = replace(choices[condition], again=mine)
                 if isinstance(made.value, bool):
                     outcomes.append(made.value)
             if not conflict:
@@ -221,8 +261,8 @@ class _Walk:
             )
         return Guard(localize(condition), outcome, groups.pop())
 
-    def _same_results(self, step: StepTrace, found: Extracted) -> Results:
-        """Return what the leaves of each class become, if all its representatives agree."""
+    def _per_owner(self, step: StepTrace, found: Extracted) -> list[dict[str, Expr]]:
+        """Return what the leaves of each representative become."""
         per_owner: list[dict[str, Expr]] = [{} for _ in step.shapes]
         for leaf, value in zip(step.outputs, found.outputs, strict=False):
             if tensors(value.expr) - {leaf.owner}:
@@ -231,8 +271,12 @@ class _Walk:
                 )
             self._check_group(value.expr, self._groups[step.classes[leaf.owner]])
             per_owner[leaf.owner][local_name(leaf.name)] = localize(value.expr)
+        return per_owner
+
+    def _same_results(self, step: StepTrace, found: Extracted) -> Results:
+        """Return what the leaves of each class become, if all its representatives agree."""
         results: dict[tuple[int, str], Expr] = {}
-        for number, mine in zip(step.classes, per_owner, strict=True):
+        for number, mine in zip(step.classes, self._per_owner(step, found), strict=True):
             for name, expr in mine.items():
                 if results.setdefault((number, name), expr) is not expr:
                     raise Different(

@@ -164,3 +164,34 @@ class NormOfWeights(GlobalNorm):
         for p in params:
             if p.grad is not None:
                 p.sub_(p.grad / total, alpha=self.param_groups[0]["lr"])
+
+
+class SkipsAll(GlobalNorm):
+    """Leaves all parameters as they are if one gradient is large; Python decides."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            skip = False
+            for p in group["params"]:
+                if p.grad.norm().item() > 100.0:
+                    skip = True
+            for p in group["params"]:
+                if not skip:
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
+class CapsEach(GlobalNorm):
+    """Divides by a sum of norms, each of which Python limits first."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            total = 0.0
+            for p in group["params"]:
+                norm = p.grad.norm().item()
+                if norm > 3.0:
+                    norm = 3.0
+                total = total + norm
+            for p in group["params"]:
+                p.sub_(p.grad / total, alpha=group["lr"])

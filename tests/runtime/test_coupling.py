@@ -79,6 +79,8 @@ def test_parameter_without_gradient_is_no_part_of_a_total_of_gradients() -> None
         (coupled.Neighbours, 1, None, "reads elements of two"),
         (coupled.FirstGroupsRate, 2, None, "reads numbers of another"),
         (coupled.NormOfWeights, 1, 2, "on a trial"),
+        (coupled.SkipsAll, 1, None, "branch of one parameter .* changes the update of another"),
+        (coupled.CapsEach, 1, None, "reads elements of two"),
     ],
 )
 def test_other_couplings_run_as_eager_with_the_reason(
