@@ -112,7 +112,7 @@ def analyze_whole(trace: Tracer, groups: Sequence[int]) -> list[Analysis]:
         CodegenError: as for ``analyze``, or the classes are coupled in a way that has no kernel.
     """
     walk = _Walk(trace, groups)
-    results = walk.explore((), 0)
+    results = walk.explore()
     if walk.calls and (walk.num_paths > 1 or walk.totals):
         what = "couples its parameters" if walk.totals else "branches on state"
         raise CodegenError(f"fuse-updates: the step {what} around whole-tensor operations.")
@@ -140,9 +140,9 @@ class _Walk:
         self.totals: list[Total] = []
         self.num_paths, self.reads_shape = 0, False
 
-    def explore(self, forced: tuple[bool, ...], depth: int) -> Results:
+    def explore(self) -> Results:
         """Return the results of all paths through the step."""
-        return self._explore(forced, depth)[1]
+        return self._explore((), 0)[1]
 
     def _explore(self, forced: tuple[bool, ...], depth: int) -> tuple[_Path, Results]:
         """Return the path that starts as ``forced`` says, and the results of all beside it."""

@@ -28,6 +28,7 @@ from mpcompile.runtime.coupling import Coupled
 from mpcompile.runtime.structure import (
     GroupStructure,
     ParamStructure,
+    attributes,
     describe_group,
     describe_state,
     flat_items,
@@ -68,6 +69,7 @@ class Classes:
         self._by_shape: set[ParamStructure] = set()
         self._whole: dict[frozenset[_Key], list[dict[_Key, Analysis]]] = {}
         self._is_coupled = self._whole_by_shape = False
+        self._attributes = attributes(optimizer)
         self.num_traces = 0
 
     def of(self, optimizer: torch.optim.Optimizer) -> Classes:
@@ -84,6 +86,7 @@ class Classes:
             StateMissing: the optimizer has to make its state first.
             CodegenError: there is no kernel for the update; the message says why.
         """
+        self._forget_if_stale()
         groups = [describe_group(group) for group in self._optimizer.param_groups]
         values = [group_values(group) for group in self._optimizer.param_groups]
         structures = [self._structure(member, groups[member.group]) for member in members]
@@ -93,6 +96,15 @@ class Classes:
             except Coupled:
                 self._is_coupled = True
         return self._sort_whole(members, structures, groups, values)
+
+    def _forget_if_stale(self) -> None:
+        """Drop all analyses if numbers that the optimizer keeps as attributes changed."""
+        now = attributes(self._optimizer)
+        if self._attributes != now:
+            self._attributes = now
+            for kept in (self._variants, self._by_shape, self._whole):
+                kept.clear()
+            self._is_coupled = self._whole_by_shape = False
 
     def _sort_apart(
         self,

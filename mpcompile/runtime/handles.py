@@ -94,24 +94,28 @@ static bool looks(const Readers& read, void* tensor, const Layout& want, const i
   return true;
 }
 
-// A tensor is three objects (handle, implementation, storage), each a cache miss. Ask for them
-// ahead; that the first word of a handle and `word` of an implementation are addresses (2 is its
-// storage, 3 what autograd knows, 5 its version) only saves time.
+// Ask ahead for an implementation and for what its words point to (2 is its storage, 3 what
+// autograd knows, 5 its version): each is a cache miss. That they are addresses only saves time.
+static void ask_for(const void* implementation) {
+  for (int64_t byte = 0; byte < 256; byte += 64)
+    __builtin_prefetch((const char*)implementation + byte);
+}
+
+static void ask_for_word(const void* implementation, int word) {
+  const char* address = ((const char* const*)implementation)[word];
+  __builtin_prefetch(address), __builtin_prefetch(address + 64);
+}
+
 static void ask_ahead(void* const* tensors, int64_t i, int64_t count, int word) {
-  if (i + 64 < count) {
-    const char* far = *(const char* const*)tensors[i + 64];
-    for (int64_t byte = 0; byte < 256; byte += 64) __builtin_prefetch(far + byte);
-  }
-  if (i + 32 < count) {
-    const char* near = (*(const char* const* const*)tensors[i + 32])[word];
-    __builtin_prefetch(near), __builtin_prefetch(near + 64);
-  }
+  if (i + 64 < count) ask_for(tensors[i + 64]);
+  if (i + 32 < count) ask_for_word(tensors[i + 32], word);
 }
 
 // A list of tensors, what they looked like, and where their pointers go.
+// `tensors` are their implementations: a handle is the address of such an address.
 struct Tensors {
   int64_t count;
-  void* const* handles;
+  void* const* tensors;
   const Layout* layouts;
   const int64_t* strides;
   const int64_t* places;
@@ -123,12 +127,12 @@ static int64_t locate_fixed(const Readers& read, const Tensors& t, void** pointe
   int64_t changed = 0;
   #pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < t.count; i++) {
-    ask_ahead(t.handles, i, t.count, 2);
-    void* data = nullptr;
-    changed += read.data_ptr(t.handles[i], &data) != 0;
+    ask_ahead(t.tensors, i, t.count, 2);
+    void *handle = (void*)&t.tensors[i], *data = nullptr;
+    changed += read.data_ptr(handle, &data) != 0;
     elsewhere += pointers[t.places[i]] != data;
     pointers[t.places[i]] = data;
-    changed += !looks(read, t.handles[i], t.layouts[i], t.strides);
+    changed += !looks(read, handle, t.layouts[i], t.strides);
   }
   return changed;
 }
@@ -144,16 +148,12 @@ static int64_t locate_grads(const Readers& read, const Tensors& t, int64_t witho
   for (int64_t block = 0; block < all; block += AHEAD) {
     const int64_t end = block + AHEAD < all ? block + AHEAD : all;
     for (int64_t i = block; i < end; i++) {
-      ask_ahead(t.handles, i, all, 3);
-      __builtin_prefetch((*(const char* const* const*)t.handles[i])[5]);  // Python counts it up
-      found[i - block] = read.grad(*(void**)t.handles[i]);
-      const char* far = *(const char* const*)found[i - block];
-      for (int64_t byte = 0; byte < 256; byte += 64) __builtin_prefetch(far + byte);
+      ask_ahead(t.tensors, i, all, 3);
+      ask_for_word(t.tensors[i], 5);  // Python counts it up next
+      found[i - block] = read.grad(t.tensors[i]);
+      ask_for(*(void**)found[i - block]);
     }
-    for (int64_t i = block; i < end; i++) {
-      const char* near = (*(const char* const* const*)found[i - block])[2];
-      __builtin_prefetch(near), __builtin_prefetch(near + 64);
-    }
+    for (int64_t i = block; i < end; i++) ask_for_word(*(void**)found[i - block], 2);
     for (int64_t i = block; i < end; i++) {
       void *grad = found[i - block], *data = nullptr;
       bool there = false;
@@ -253,19 +253,24 @@ def open_capsules(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 
 class Handles:
-    """Handles that live as long as this object; each keeps its tensor alive."""
+    """Handles that live as long as this object; each keeps its tensor alive.
+
+    ``array`` holds their only word, the address of the implementation: they lie side by side there.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = list(tensors)
         capsules = open_capsules(self.tensors)
         get = ctypes.pythonapi.PyCapsule_GetPointer
         get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        self.array = (ctypes.c_void_p * len(capsules))(*(get(c, None) for c in capsules))
+        self._handles = [get(capsule, None) for capsule in capsules]
+        words = (ctypes.c_void_p.from_address(handle).value for handle in self._handles)
+        self.array = (ctypes.c_void_p * len(capsules))(*words)
 
     def __del__(self) -> None:
         """Free the handles."""
         remove = _torch_library().aoti_torch_delete_tensor_object
-        for handle in self.array:
+        for handle in self._handles:
             remove(ctypes.c_void_p(handle))
 
 
@@ -290,7 +295,7 @@ class TensorList(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("handles", "layouts", "strides", "places")),
+        *((name, ctypes.c_void_p) for name in ("tensors", "layouts", "strides", "places")),
     ]
 
     def __init__(self, count: int, handles: Handles, layouts: Layouts, places: int) -> None:
@@ -301,5 +306,5 @@ class TensorList(ctypes.Structure):
 def _dtype_code(tensor: torch.Tensor) -> int:
     """Return the number that C handles use for the dtype of ``tensor``."""
     handles, code = Handles([tensor]), ctypes.c_int32()
-    _torch_library().aoti_torch_get_dtype(ctypes.c_void_p(handles.array[0]), ctypes.byref(code))
+    _torch_library().aoti_torch_get_dtype(ctypes.byref(handles.array), ctypes.byref(code))
     return code.value

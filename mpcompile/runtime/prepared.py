@@ -28,7 +28,7 @@ from mpcompile.runtime.classes import Classes, Member, group_values
 from mpcompile.runtime.handles import can_read_grads
 from mpcompile.runtime.record import KernelRecord
 from mpcompile.runtime.staging import Staging
-from mpcompile.runtime.structure import ParamStructure, describe_group
+from mpcompile.runtime.structure import ParamStructure, attributes, describe_group
 from mpcompile.runtime.table import Located, Locator, Rows, Watch, build_chunks, independent_runs
 
 
@@ -175,11 +175,14 @@ class Prepared:
         self._watch.watch_entries([e for e in state.values() if isinstance(e, dict)])
         self._snapshots: list[list[Any]] = []
         self._structures = [describe_group(group) for group in groups]
+        self._attributes = attributes(self._optimizer)
 
     def _refresh_groups(self) -> bool:
         """Read the groups if they changed; return whether the traces still apply."""
         groups = self._optimizer.param_groups
         now = [[v for k, v in group.items() if k != "params"] for group in groups]
+        if attributes(self._optimizer) != self._attributes:
+            return False
         if now == self._snapshots and not any(s.tensors for s in self._structures):
             return True
         if [describe_group(group) for group in groups] != self._structures:

@@ -101,6 +101,13 @@ def _frozen(value: object) -> object:
     return value if isinstance(value, (bool, str, type(None))) else repr(value)
 
 
+def attributes(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Return the optimizer's own numbers and flags, which a trace takes as constants."""
+    entries = {**vars(optimizer), **{f"defaults.{k}": v for k, v in optimizer.defaults.items()}}
+    plain = (bool, int, float, str, type(None))
+    return {k: v for k, v in entries.items() if isinstance(v, plain) and not k.startswith("_")}
+
+
 def substitute_group(group: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of ``group`` with the entries at the paths of ``values`` replaced."""
     out = dict(group)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mpcompile.runtime.update import OptimizerUpdate
+from tests.runtime.coupled import ClippedLamb
 from tests.runtime.updating import parameters, relative_difference, set_grads
 
 Change = Callable[[torch.optim.Optimizer, list[torch.nn.Parameter]], None]
@@ -214,3 +215,16 @@ def test_freed_optimizer_frees_its_tensors() -> None:
     del optimizer, update
     gc.collect()
     assert ref() is None
+
+
+def test_number_that_the_optimizer_keeps_as_an_attribute_may_change() -> None:
+    lists = [parameters(), parameters()]
+    eager, fused = (ClippedLamb(params, max_norm=0.5) for params in lists)
+    update = OptimizerUpdate(fused)
+    for step in range(6):
+        set_grads(step, *lists)
+        for optimizer in (eager, fused):
+            optimizer.defaults["max_norm"] = 0.5 if step < 3 else 5.0
+        eager.step()
+        assert update.run().fused == (step > 0)
+    assert relative_difference(*lists) <= 1e-6
