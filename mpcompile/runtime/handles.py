@@ -1,10 +1,10 @@
 """Tensors as the C handles that compiled code reads: data pointers without a Python call each.
 
 Private torch API, seen in 2.11 to 2.14: ``torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors``, and
-``c10::TensorImpl::mutable_grad`` by its mangled name, which spares Python from looking at every
-``.grad``; where it is not exported, Python does look. The functions that read a handle
-(``aoti_torch_get_data_ptr`` and so on) are AOTInductor's stable C interface. Reading 8,000 pointers
-this way costs 0.1 ms; ``Tensor.data_ptr`` costs ten times that.
+``c10::TensorImpl::mutable_grad`` and ``torch::autograd::impl::bump_version`` by their mangled
+names, which spare Python from looking at every parameter; where they are not exported, it does. The
+functions that read a handle (``aoti_torch_get_data_ptr`` and so on) are AOTInductor's stable C
+interface. Reading 8,000 pointers this way costs 0.1 ms; ``Tensor.data_ptr`` costs ten times that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ READERS = (
     "aoti_torch_delete_tensor_object",
     "aoti_torch_is_defined",
 )
-GRAD_READER = "_ZN3c1010TensorImpl12mutable_gradEv"
+OF_PARAMETERS = (
+    "_ZN3c1010TensorImpl12mutable_gradEv",
+    "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE",
+)
 
 FUNCTIONS = ("list_is", "dict_is", "dicts_are", "locate", "locate_once")
 SOURCE = """\
@@ -50,15 +53,27 @@ struct Readers {
   int32_t (*strides)(void*, int64_t**);
   int32_t (*remove)(void*);
   int32_t (*is_defined)(void*, bool*);
-  void* (*grad)(void*);  // of an implementation, the first word of a handle; may be null
+  void* (*grad)(void*);  // of an implementation; this and the next may be null
+  void (*bump)(void*);
 };
 
 // What a tensor looked like when the table was made; strides of dimensions follow one another.
 struct Layout { int64_t dtype, dim, numel, first_stride; };
 
+// Ask ahead for an implementation and for what its words point to (2 is its storage, 3 what
+// autograd knows, 5 its version): each is a cache miss. That they are addresses only saves time.
+static void ask_for(const void* implementation) {
+  for (int64_t byte = 0; byte < 256; byte += 64)
+    __builtin_prefetch((const char*)implementation + byte);
+}
+
+static void ask_for_word(const void* implementation, int word) {
+  const char* address = ((const char* const*)implementation)[word];
+  __builtin_prefetch(address), __builtin_prefetch(address + 64);
+}
+
 int64_t list_is(void* list, void* const* items, int64_t count) {
   if (PyList_Size(list) != count) return 0;
-  for (int64_t i = 0; i < count; i++) __builtin_prefetch(items[i]);  // Python looks at them next
   for (int64_t i = 0; i < count; i++) if (PyList_GetItem(list, i) != items[i]) return 0;
   return 1;
 }
@@ -77,6 +92,8 @@ int64_t dict_is(void* dict, void* const* items, int64_t count) {
 int64_t dicts_are(void* list, const int64_t* widths, void* const* items) {
   const int64_t count = PyList_Size(list);
   for (int64_t i = 0; i < count; i++) {
+    if (i + 32 < count) __builtin_prefetch(PyList_GetItem(list, i + 32));
+    if (i + 16 < count) ask_for(((void**)PyList_GetItem(list, i + 16))[4]);  // keys, as a rule
     if (!dict_is(PyList_GetItem(list, i), items, widths[i])) return 0;
     items += 2 * widths[i];
   }
@@ -92,18 +109,6 @@ static bool looks(const Readers& read, void* tensor, const Layout& want, const i
   if (read.strides(tensor, &stride)) return false;
   for (int64_t d = 0; d < dim; d++) if (stride[d] != strides[want.first_stride + d]) return false;
   return true;
-}
-
-// Ask ahead for an implementation and for what its words point to (2 is its storage, 3 what
-// autograd knows, 5 its version): each is a cache miss. That they are addresses only saves time.
-static void ask_for(const void* implementation) {
-  for (int64_t byte = 0; byte < 256; byte += 64)
-    __builtin_prefetch((const char*)implementation + byte);
-}
-
-static void ask_for_word(const void* implementation, int word) {
-  const char* address = ((const char* const*)implementation)[word];
-  __builtin_prefetch(address), __builtin_prefetch(address + 64);
 }
 
 static void ask_ahead(void* const* tensors, int64_t i, int64_t count, int word) {
@@ -137,7 +142,8 @@ static int64_t locate_fixed(const Readers& read, const Tensors& t, void** pointe
   return changed;
 }
 
-// The gradients of tensors. Those at the end, of which nothing else is known, should have none.
+// The gradients of parameters, which count as changed. Those at the end, of which nothing else is
+// known, should have none.
 static int64_t locate_grads(const Readers& read, const Tensors& t, int64_t without,
                             void** pointers, void** again) {
   static constexpr int64_t AHEAD = 16;
@@ -149,7 +155,7 @@ static int64_t locate_grads(const Readers& read, const Tensors& t, int64_t witho
     const int64_t end = block + AHEAD < all ? block + AHEAD : all;
     for (int64_t i = block; i < end; i++) {
       ask_ahead(t.tensors, i, all, 3);
-      ask_for_word(t.tensors[i], 5);  // Python counts it up next
+      if (i + 32 < t.count) ask_for_word(t.tensors[i + 32], 5);
       found[i - block] = read.grad(t.tensors[i]);
       ask_for(*(void**)found[i - block]);
     }
@@ -157,6 +163,7 @@ static int64_t locate_grads(const Readers& read, const Tensors& t, int64_t witho
     for (int64_t i = block; i < end; i++) {
       void *grad = found[i - block], *data = nullptr;
       bool there = false;
+      if (i < t.count) read.bump((void*)&t.tensors[i]);
       read.is_defined(grad, &there);
       if (there && i < t.count && looks(read, grad, t.layouts[i], t.strides)) {
         changed += read.data_ptr(grad, &data) != 0;
@@ -220,15 +227,15 @@ def readers() -> ctypes.Array[ctypes.c_void_p]:
     if missing:
         raise CodegenError(f"fuse-updates: torch {torch.__version__} lacks {', '.join(missing)}.")
     functions = [getattr(library, name) for name in READERS]
-    functions += [getattr(library, GRAD_READER)] if can_read_grads() else [None]
+    functions += [getattr(library, n) if can_read_grads() else None for n in OF_PARAMETERS]
     addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 @functools.cache
 def can_read_grads() -> bool:
-    """Whether gradients can be found from their parameters' handles."""
-    return hasattr(_torch_library(), GRAD_READER)
+    """Whether gradients can be found, and changes be noted, by their parameters' handles."""
+    return all(hasattr(_torch_library(), name) for name in OF_PARAMETERS)
 
 
 @functools.cache

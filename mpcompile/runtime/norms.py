@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch
 
 from mpcompile.codegen.build import build_library
 from mpcompile.codegen.cpp import emit_cpp, measure
+from mpcompile.codegen.schedule import Term
 from mpcompile.codegen.values import DTYPE_NAMES
 from mpcompile.runtime.cases import build_kernel, norm_case, step_input
 from mpcompile.runtime.grads import root
@@ -55,11 +56,7 @@ class NormKernels:
                 rows.inputs[rows.kernel.inputs.index(name)] = value
         rows.pointers[:] = prepared.grad_pointers()
         rows.run(table.function, (0, 1), (0, rows.count))
-        sums = rows.sums[0 : rows.count * rows.widths.sums : rows.widths.sums]
-        total = (
-            max(sums, key=lambda x: (math.isnan(x), x)) if order == math.inf else math.fsum(sums)
-        )
-        return root(total, order)
+        return root(rows.totals[0], order)
 
     def records(self, prepared: Prepared) -> list[KernelRecord]:
         """Return what the norms that were taken for ``prepared`` do."""
@@ -74,8 +71,10 @@ class NormKernels:
     ) -> _NormTable:
         name = "gradient norm" if order == 2 else f"gradient norm of order {order:g}"
         dtypes = sorted({DTYPE_NAMES[grad.dtype] for grad in grads})
-        kernel = build_kernel(name, [norm_case(d, steps, order) for d in dtypes])
-        kernel = type(kernel)(kernel.name, kernel.cases, ("grad",), (), (), kernel.inputs)
+        cases = [norm_case(d, steps, order) for d in dtypes]
+        cases = [replace(case, sums=(), terms=(Term(0, case.sums[0], 0),)) for case in cases]
+        kernel = build_kernel(name, cases, ["max" if order == math.inf else "sum"])
+        kernel = replace(kernel, columns=("grad",))
         source = emit_cpp(kernel)
         built = build_library(source, self._cache_dir)
         kinds = [dtypes.index(DTYPE_NAMES[grad.dtype]) for grad in grads]

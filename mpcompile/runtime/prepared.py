@@ -92,6 +92,7 @@ class Prepared:
         self.current_grads: Sequence[torch.Tensor] = grads
         self._params = [member.param for member in members]
         self.own_grads = OwnGrads(self._params)
+        self._can_read_grads = can_read_grads() and not any(p.is_inference() for p in self._params)
         with_grad = set(map(id, self._params))
         self._without = [
             param
@@ -208,12 +209,13 @@ class Prepared:
     def is_current(self, grads: Sequence[torch.Tensor]) -> bool:
         """Whether the table still describes the optimizer and fits ``grads``; takes pointers.
 
-        With ``own_grads`` no Python object of a gradient is looked at.
+        With ``own_grads`` no Python object of a parameter or a gradient is looked at, and the
+        parameters count as changed.
         """
         if not self._same_containers() or not self._watch.holds() or not self._refresh_groups():
             return False
         is_own = grads is self.own_grads
-        if is_own and (self.staging.grads or not can_read_grads()):
+        if is_own and (self.staging.grads or not self._can_read_grads):
             return False
         same, moved = self.locator.locate(is_own)
         if not same:
@@ -243,7 +245,8 @@ class Prepared:
                 self.rows.inputs[self.kernel.inputs.index(name)] = value
         for number in self.numbers:
             self.rows.numbers[number.position] = number.entries[number.key]
-        torch.autograd.graph.increment_version(self._params)  # now, while they are in the cache
+        if self.current_grads is not self.own_grads:  # else locating them has done it
+            torch.autograd.graph.increment_version(self._params)
         self.staging.copy_in()
         begin = self.kernel.total_phases
         if begin:
