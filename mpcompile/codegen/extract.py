@@ -79,9 +79,11 @@ class Extractor:
     def _attribute(self, gm: GraphModule, node: Node) -> Value:
         """Return a tensor made from a literal; larger ones are not literals."""
         tensor = getattr(gm, str(node.target))
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() or tensor.dtype not in DTYPE_NAMES:
+        is_number = isinstance(tensor, torch.Tensor) and tensor.numel() == 1
+        if not is_number or tensor.dtype not in DTYPE_NAMES:
             raise CodegenError(f"fuse-updates: {node.format_node()} is a constant tensor.")
-        return Value(constant(tensor.item(), DTYPE_NAMES[tensor.dtype]), (), NOBODY)
+        value = constant(tensor.item(), DTYPE_NAMES[tensor.dtype])
+        return Value(value, tuple(tensor.shape), NOBODY)
 
     def tensor_dtype(self, node: Node) -> str:
         """Return the dtype name of the tensor that ``node`` makes."""

@@ -7,16 +7,14 @@ joined by a select; branches on hyperparameters become guards, which say when to
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.utils._pytree import tree_leaves
 
-from mpcompile.codegen.expr import Expr, Scalar, postorder, select
+from mpcompile.codegen.expr import Expr, postorder, select
 from mpcompile.codegen.extract import Extractor
-from mpcompile.codegen.values import Call, Extracted, Value
+from mpcompile.codegen.values import NOBODY, Call, Extracted, Value
 from mpcompile.errors import CodegenError
 from mpcompile.runtime.coupling import (
     Coupled,
@@ -29,6 +27,7 @@ from mpcompile.runtime.coupling import (
     owners,
     tensors,
 )
+from mpcompile.runtime.guards import Guard
 from mpcompile.runtime.tracing import StepTrace
 
 MAX_PATHS = 8
@@ -36,19 +35,11 @@ Tracer = Callable[[tuple[bool, ...]], StepTrace]
 
 
 @dataclass(frozen=True)
-class Guard:
-    """``condition`` had ``value`` while tracing; it reads hyperparameters of ``group`` only."""
-
-    condition: Expr
-    value: float
-    group: int = 0
-
-
-@dataclass(frozen=True)
 class Analysis:
     """The update of a class. ``results`` maps leaf names (param, state.x) to new values.
 
     ``totals`` are those of all classes together; ``number`` is that of this one among them.
+    ``group_results`` are the numbers of groups that the step changes, with their owner.
     """
 
     results: Mapping[str, Expr]
@@ -57,6 +48,7 @@ class Analysis:
     reads_shape: bool
     totals: tuple[Total, ...] = ()
     number: int = 0
+    group_results: tuple[tuple[str, Expr], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ def analyze(trace: Tracer) -> Analysis:
             paths.
     """
     (analysis,) = analyze_whole(trace, [0])
-    if analysis.totals:
+    if analysis.totals or analysis.group_results:
         raise Coupled("fuse-updates: the step couples parameters.")
     return analysis
 
@@ -117,6 +109,7 @@ def analyze_whole(trace: Tracer, groups: Sequence[int]) -> list[Analysis]:
         what = "couples its parameters" if walk.totals else "branches on state"
         raise CodegenError(f"fuse-updates: the step {what} around whole-tensor operations.")
     totals = tuple(walk.totals)
+    shared = tuple((name, value) for (c, name), value in results.items() if c == NOBODY)
     return [
         Analysis(
             {name: value for (c, name), value in results.items() if c == number},
@@ -125,6 +118,7 @@ def analyze_whole(trace: Tracer, groups: Sequence[int]) -> list[Analysis]:
             walk.reads_shape,
             totals,
             number,
+            shared,
         )
         for number, group in enumerate(groups)
     ]
@@ -166,6 +160,10 @@ class _Walk:
         self._check_apart(choice, path, other_path)
         same = self._join(path, depth + 1)
         yes, no = (same, other) if choice.value else (other, same)
+        if set(yes) != set(no):
+            raise CodegenError(
+                "fuse-updates: whether the step changes a number of its group depends on state."
+            )
         return {name: select(choice.condition, yes[name], no[name]) for name in yes}
 
     def _check_apart(self, choice: _Choice, path: _Path, other: _Path) -> None:
@@ -265,6 +263,8 @@ class _Walk:
         """Return what the leaves of each representative become."""
         per_owner: list[dict[str, Expr]] = [{} for _ in step.shapes]
         for leaf, value in zip(step.outputs, found.outputs, strict=False):
+            if leaf.owner == NOBODY:
+                continue
             if tensors(value.expr) - {leaf.owner}:
                 raise CodegenError(
                     f"fuse-updates: {local_name(leaf.name)} of one parameter depends on another."
@@ -276,6 +276,9 @@ class _Walk:
     def _same_results(self, step: StepTrace, found: Extracted) -> Results:
         """Return what the leaves of each class become, if all its representatives agree."""
         results: dict[tuple[int, str], Expr] = {}
+        for leaf, value in zip(step.outputs, found.outputs, strict=False):
+            if leaf.owner == NOBODY and leaf_name(value.expr) != leaf.name:
+                results[NOBODY, leaf.name] = value.expr
         for number, mine in zip(step.classes, self._per_owner(step, found), strict=True):
             for name, expr in mine.items():
                 if results.setdefault((number, name), expr) is not expr:
@@ -327,49 +330,3 @@ def _map(function: Callable[[object], object], arg: object) -> object:
     if isinstance(arg, (list, tuple)):
         return tuple(_map(function, item) for item in arg)
     return function(arg)
-
-
-_OPS: dict[str, Callable[..., float]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "pow": operator.pow,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "neg": operator.neg,
-    "abs": abs,
-    "sqrt": math.sqrt,
-    "min": min,
-    "max": max,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "and": lambda a, b: a and b,
-    "or": lambda a, b: a or b,
-    "not": operator.not_,
-    "trunc": math.trunc,
-    "where": lambda condition, yes, no: yes if condition else no,
-    "cast": lambda value: value,
-}
-
-
-def evaluate(expr: Expr, values: Mapping[str, float]) -> float:
-    """Return ``expr`` of Python numbers, as Python computes it; for guards."""
-    done: dict[Expr, float] = {}
-    for item in postorder([expr]):
-        if isinstance(item, Scalar):
-            done[item] = values[item.name]
-        elif not item.args:
-            done[item] = item.value  # type: ignore[attr-defined]  # a Constant
-        else:
-            done[item] = _OPS[item.op](*(done[arg] for arg in item.args))  # type: ignore[attr-defined]
-    return done[expr]
-
-
-def guards_hold(guards: Sequence[Guard], values: Mapping[str, float]) -> bool:
-    """Whether the hyperparameters ``values`` still take the traced branches."""
-    return all(evaluate(guard.condition, values) == guard.value for guard in guards)

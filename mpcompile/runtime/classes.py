@@ -19,12 +19,11 @@ from mpcompile.errors import CodegenError
 from mpcompile.runtime.analysis import (
     Analysis,
     Different,
-    Guard,
     analyze,
     analyze_whole,
-    guards_hold,
 )
 from mpcompile.runtime.coupling import Coupled
+from mpcompile.runtime.guards import Guard, check_on_host, guards_hold
 from mpcompile.runtime.structure import (
     GroupStructure,
     ParamStructure,
@@ -195,7 +194,15 @@ class Classes:
                 "sums and maxima over them."
             )
         for analysis in found[0]:
-            _check_changes_param(analysis)
+            _check_changes(analysis)
+            check_on_host(analysis.group_results)
+        tensors = {f"g{i}:group.{path}" for i, g in enumerate(groups) for path, _ in g.tensors}
+        for name, _ in found[0][0].group_results:
+            if name in tensors:
+                raise CodegenError(
+                    f"fuse-updates: the step changes {name.partition('.')[2]!r} of its group, a "
+                    "tensor."
+                )
         return dict(zip(classes, found[0], strict=True))
 
     def _representative(
@@ -243,7 +250,7 @@ class Classes:
         groups = [TracedGroup(group, structure.group)]
         reps = [self._representative(member, structure) for member in _spread(members, 2)]
         analysis = analyze(lambda forced: trace_step(self._optimizer, groups, reps, forced))
-        _check_changes_param(analysis)
+        _check_changes(analysis)
         variants.append(analysis)
         return analysis
 
@@ -265,9 +272,9 @@ def _check_number(variants: Sequence[object], guards: Sequence[Guard]) -> None:
         )
 
 
-def _check_changes_param(analysis: Analysis) -> None:
-    if str(analysis.results["param"]) in ("param", "param[i]"):
+def _check_changes(analysis: Analysis) -> None:
+    if all(str(value) in (name, f"{name}[i]") for name, value in analysis.results.items()):
         raise CodegenError(
-            "fuse-updates: the step changes no parameter that it finds in its groups; it keeps "
-            "references of its own."
+            "fuse-updates: the step changes no parameter and no state that it finds in its groups; "
+            "it keeps references of its own."
         )

@@ -21,14 +21,16 @@ from mpcompile.codegen.expr import Load, Scalar
 from mpcompile.codegen.schedule import count_bytes, count_phases, leaves
 from mpcompile.codegen.values import DTYPE_NAMES, NUM_ELEMENTS
 from mpcompile.errors import CodegenError
-from mpcompile.runtime.analysis import Analysis, guards_hold
+from mpcompile.runtime.analysis import Analysis
 from mpcompile.runtime.calls import CallRunner
 from mpcompile.runtime.cases import PlannedCase, Surroundings, build_kernel, plan_case
 from mpcompile.runtime.classes import Classes, Member, group_values
+from mpcompile.runtime.coupling import total_name
+from mpcompile.runtime.guards import evaluate, guards_hold
 from mpcompile.runtime.handles import can_read_grads
 from mpcompile.runtime.record import KernelRecord
 from mpcompile.runtime.staging import Staging
-from mpcompile.runtime.structure import ParamStructure, attributes, describe_group
+from mpcompile.runtime.structure import ParamStructure, attributes, describe_group, set_entry
 from mpcompile.runtime.table import Located, Locator, Rows, Watch, build_chunks, independent_runs
 
 
@@ -260,7 +262,26 @@ class Prepared:
         for number in self.numbers:
             value = self.rows.numbers_out[number.position]
             number.entries[number.key] = int(value) if number.is_int else value
+        self._write_groups()
         self.current_grads = ()
+
+    def _write_groups(self) -> None:
+        """Give the groups the numbers that the step leaves in them."""
+        results = self._analyses[0][1].group_results
+        if not results:
+            return
+        groups = self._optimizer.param_groups
+        values = {
+            f"g{index}:{name}": value
+            for index, group in enumerate(groups)
+            for name, value in group_values(group).items()
+        }
+        for number in range(len(self.kernel.totals)):
+            values[total_name(number)] = self.rows.totals[number]
+        new = [(name, expr.dtype, evaluate(expr, values)) for name, expr in results]
+        for name, dtype, value in new:
+            owner, _, path = name.partition(":group.")
+            set_entry(groups[int(owner[1:])], path, int(value) if dtype == "i64" else value)
 
     def record(self) -> KernelRecord:
         """Return what one launch does."""

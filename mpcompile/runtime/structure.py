@@ -6,6 +6,7 @@ else (flags, names, None) is a constant: a different one means a different trace
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ SINGLE_TENSOR = {"foreach": False, "fused": False}
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, (bool, enum.Enum))
 
 
 def number_dtype(value: float) -> str:
@@ -72,7 +73,7 @@ def flat_items(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_leaf(value: object) -> bool:
-    return _is_number(value) or isinstance(value, torch.Tensor)
+    return _is_number(value) or isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat))
 
 
 def describe_group(group: Mapping[str, Any]) -> GroupStructure:
@@ -112,14 +113,19 @@ def substitute_group(group: Mapping[str, Any], values: Mapping[str, Any]) -> dic
     """Return a copy of ``group`` with the entries at the paths of ``values`` replaced."""
     out = dict(group)
     for path, value in values.items():
-        key, _, position = path.rpartition(".")
-        if not (key and position.isdigit() and isinstance(group.get(key), (tuple, list))):
-            out[path] = value
-            continue
-        items = list(out[key])
-        items[int(position)] = value
-        out[key] = type(group[key])(items)
+        set_entry(out, path, value)
     return {**out, **{k: v for k, v in SINGLE_TENSOR.items() if k in out}}
+
+
+def set_entry(group: dict[str, Any], path: str, value: object) -> None:
+    """Replace the entry of ``group`` at ``path``; a tuple or list it is part of is copied."""
+    key, _, position = path.rpartition(".")
+    if not (key and position.isdigit() and isinstance(group.get(key), (tuple, list))):
+        group[path] = value
+        return
+    items = list(group[key])
+    items[int(position)] = value
+    group[key] = type(group[key])(items)
 
 
 def describe_state(param: torch.Tensor, state: Mapping[str, Any]) -> tuple[StateEntry, ...]:

@@ -19,12 +19,10 @@ from typing import Any
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 
-from mpcompile.codegen.values import Leaf
+from mpcompile.codegen.values import NOBODY, Leaf
 from mpcompile.errors import CodegenError
 from mpcompile.runtime import dispatch
 from mpcompile.runtime.structure import (
@@ -35,6 +33,7 @@ from mpcompile.runtime.structure import (
 )
 from mpcompile.runtime.symbolic_math import symbolic_math
 from mpcompile.runtime.symbols import SYMBOLS, Decisions, ItemMode, ScalarEnv, fake_mode
+from mpcompile.runtime.watching import WatchMode
 
 
 class StateMissing(CodegenError):
@@ -84,67 +83,6 @@ def step_code(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
         step = step.__wrapped__
     code: Callable[..., Any] = step
     return code
-
-
-def _is_own(value: object) -> bool:
-    """Whether ``value`` is a real tensor, which a trace would change, and no constant number."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
-        return False
-    return not torch._is_functional_tensor(value) and (value.requires_grad or value.dim() > 0)
-
-
-class _WatchMode(TorchFunctionMode):
-    """Notes whether the step reads shapes, and keeps numbers made into tensors symbolic."""
-
-    SHAPE_READS = frozenset(
-        {
-            torch.Tensor.shape.__get__,  # type: ignore[attr-defined]  # a property of the class
-            torch.Tensor.size,
-            torch.Tensor.numel,
-            torch.Tensor.nelement,
-            torch.Tensor.__len__,
-            torch.Tensor.stride,
-        }
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads_shape = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``."""
-        kwargs = kwargs or {}
-        if any(map(_is_own, torch.utils._pytree.tree_leaves((args, kwargs)))):
-            raise CodegenError(
-                "fuse-updates: the step works on tensors that are neither in its groups nor in its "
-                "state, such as references of its own."
-            )
-        self.reads_shape |= func in self.SHAPE_READS
-        if getattr(func, "__name__", "").startswith("_foreach_") and not kwargs.get("out"):
-            return _one_by_one(func, args, kwargs)
-        if func in (torch.as_tensor, torch.tensor) and isinstance(args[0], SYMBOLS):
-            dtype = torch.get_default_dtype() if isinstance(args[0], torch.SymFloat) else None
-            fill: Any = args[0]
-            return torch.full((), fill, dtype=kwargs.get("dtype") or dtype)
-        if func is torch.Tensor.square_:  # functionalize has no rule for it (2.11 to 2.14)
-            return args[0].copy_(args[0] * args[0])
-        return func(*args, **kwargs)
-
-
-def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a ``torch._foreach_`` function as the operation on each tensor that it stands for."""
-    name = func.__name__.removeprefix("_foreach_")
-    one = torch.linalg.vector_norm if name == "norm" else getattr(torch.Tensor, name, None)
-    if one is None or not isinstance(args[0], (list, tuple)):
-        return func(*args, **kwargs)
-    results = []
-    for position in range(len(args[0])):
-        mine = [arg[position] if isinstance(arg, (list, tuple)) else arg for arg in args]
-        if name.startswith("addc") and len(mine) > 3:
-            results.append(one(*mine[:3], value=mine[3], **kwargs))
-        else:
-            results.append(one(*mine, **kwargs))
-    return results
 
 
 class _Inputs:
@@ -254,7 +192,7 @@ def _trace_once(
         decisions = Decisions(forced)
         inputs = _Inputs(ScalarEnv(decisions), scale)
         slots = _add_inputs(inputs, groups, reps)
-        watch = _WatchMode()
+        watch = WatchMode()
         names: list[Leaf] = []
         run = functools.partial(_run_step, optimizer, groups, reps, slots, names, watch)
 
@@ -302,7 +240,7 @@ def _run_step(
     reps: Sequence[Representative],
     slots: _Slots,
     names: list[Leaf],
-    watch: _WatchMode,
+    watch: WatchMode,
     *flat: Any,
 ) -> list[Any]:
     """Run the step on a copy of the optimizer that holds ``flat``; return what it left."""
@@ -329,7 +267,8 @@ def _run_step(
         step_code(optimizer)(copy)
     _refuse_other_changes(optimizer, copy, shared, before)
     names.clear()
-    return _results(copy, reps, slots, names, flat)
+    values = _results(copy, reps, slots, names, flat)
+    return values + _group_results(groups, shared, slots, names, flat)
 
 
 def _refuse_other_changes(
@@ -339,15 +278,43 @@ def _refuse_other_changes(
     before: Sequence[dict[str, Any]],
 ) -> None:
     """Refuse a step that keeps anything outside the state: it would be the same at every step."""
-    pairs = [(k, v, old) for g, old in zip(groups, before, strict=True) for k, v in g.items()]
-    changed = [key for key, value, old in pairs if old.get(key) is not value]
-    if changed:
-        raise CodegenError(f"fuse-updates: the step changes {changed[0]!r} of its group.")
+    for group, old in zip(groups, before, strict=True):
+        now, then = dict(flat_items(group)), dict(flat_items(old))
+        if set(now) - set(then):
+            raise StateMissing("fuse-updates: the step creates entries of its group.")
+        changed = [p for p, was in then.items() if p not in now or not _is_same(was, now[p])]
+        if changed or group["params"] is not old["params"]:
+            what = changed[0] if changed else "params"
+            raise CodegenError(f"fuse-updates: the step changes {what!r} of its group.")
     expected = vars(optimizer)
     ours = ("param_groups", "state", "grad_scale", "found_inf")
     changed = [k for k, v in vars(copy).items() if k not in ours and expected.get(k) is not v]
     if changed:
         raise CodegenError(f"fuse-updates: the step changes its attribute {changed[0]!r}.")
+
+
+def _is_same(before: object, after: object) -> bool:
+    """Whether an entry of a group is what it was; a number may be another one."""
+    numbers = (int, float, *SYMBOLS)
+    return after is before or (isinstance(before, SYMBOLS) and isinstance(after, numbers))
+
+
+def _group_results(
+    groups: Sequence[TracedGroup],
+    after: Sequence[dict[str, Any]],
+    slots: _Slots,
+    names: list[Leaf],
+    flat: Sequence[Any],
+) -> list[Any]:
+    """Return the numbers of groups that the step changed, and their tensors; append the names."""
+    values = []
+    for group, entries, slot in zip(groups, after, slots.groups, strict=True):
+        now = dict(flat_items(entries))
+        for path, at in slot.items():
+            if isinstance(now[path], torch.Tensor) or now[path] is not flat[at]:
+                values.append(now[path])
+                names.append(Leaf(f"{group.owner}group.{path}", NOBODY))
+    return values
 
 
 def _results(

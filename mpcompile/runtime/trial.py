@@ -20,6 +20,7 @@ from mpcompile.runtime import dispatch
 from mpcompile.runtime.cases import SCALE
 from mpcompile.runtime.classes import Classes, Member
 from mpcompile.runtime.prepared import GradTreatment, Prepared
+from mpcompile.runtime.structure import flat_items
 from mpcompile.runtime.symbolic_math import symbolic_math
 from mpcompile.runtime.tracing import reasons, step_code
 
@@ -122,6 +123,10 @@ class _Copy:
             for key, value in self.optimizer.state[param].items():
                 is_number = isinstance(value, (int, float, torch.Tensor))
                 found += [(key, torch.as_tensor(value))] if is_number else []
+        for group in self.optimizer.param_groups:
+            for path, value in flat_items(group):
+                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                found += [(path, torch.as_tensor(value))] if is_number else []
         return found
 
 

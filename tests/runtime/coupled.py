@@ -195,3 +195,18 @@ class CapsEach(GlobalNorm):
                 total = total + norm
             for p in group["params"]:
                 p.sub_(p.grad / total, alpha=group["lr"])
+
+
+class RememberedNorm(torch.optim.Optimizer):
+    """Divides by a moving average of the global norm, which it keeps in its group."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "average": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            total = torch.stack([p.grad.norm() for p in group["params"]]).norm().item()
+            group["average"] = 0.9 * group["average"] + 0.1 * total
+            for p in group["params"]:
+                p.sub_(p.grad / group["average"], alpha=group["lr"])

@@ -167,6 +167,65 @@ class CountsInGroup(torch.optim.Optimizer):
                 p.add_(p.grad, alpha=-group["lr"] / group["k"])
 
 
+class WarmsUp(torch.optim.Optimizer):
+    """Keeps count and rate in its groups; every number that a step leaves there is the next's."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "range": (0, 0.0)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            rate = group["lr"] * min(1.0, group["steps"] / 5)
+            group["range"] = (group["range"][0] + 2, rate)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-rate)
+
+
+class CountsParameters(torch.optim.Optimizer):
+    """Counts the parameters that it has updated, in its group."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                group["count"] += 1
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+class NamesItsPhase(torch.optim.SGD):
+    """Keeps the name of a phase in its groups, and leaves another one there."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.param_groups[0]["phase"] = "early"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        phase = self.param_groups[0]["phase"]
+        self.param_groups[0]["phase"] = "late" if phase == "early" else "early"
+
+
+class ChangesTensorOfGroup(torch.optim.Optimizer):
+    """Keeps its rate as a tensor of the group, and halves it in place."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"rate": torch.tensor(0.1)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * group["rate"])
+            group["rate"].mul_(0.5)
+
+
 class CountsItself(torch.optim.Optimizer):
     """Keeps its step count as an attribute."""
 

@@ -13,7 +13,7 @@ import torch
 from mpcompile.runtime import update as update_module
 from mpcompile.runtime.update import OptimizerUpdate
 from tests.runtime import optimizers as by_hand
-from tests.runtime.coupled import Neighbours
+from tests.runtime.coupled import Neighbours, RememberedNorm
 from tests.runtime.updating import parameters, relative_difference, set_grads, worst_excess
 
 O = torch.optim  # noqa: E741 - a table of optimizers reads better so
@@ -48,6 +48,8 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "lamb": (by_hand.Lamb, {}),
     "lars": (by_hand.Lars, {}),
     "adam-ema": (by_hand.AdamWithEma, {}),
+    "counts-in-group": (by_hand.CountsInGroup, {}),
+    "warms-up": (by_hand.WarmsUp, {}),
     "relative-step": (by_hand.RelativeStep, {}),
     "relative-step-warmup": (by_hand.RelativeStep, {"warmup": True}),
 }
@@ -106,7 +108,9 @@ def test_capturable_adamw_runs_on_cpu() -> None:
     [
         (Neighbours, "reads elements of two"),
         (by_hand.BakedIn, "would be baked in"),
-        (by_hand.CountsInGroup, "changes 'k' of its group"),
+        (by_hand.CountsParameters, "depends on how many parameters"),
+        (by_hand.NamesItsPhase, "changes 'phase' of its group"),
+        (by_hand.ChangesTensorOfGroup, "changes 'rate' of its group"),
         (by_hand.CountsItself, "changes its attribute 'num_steps'"),
     ],
 )
@@ -138,3 +142,33 @@ def test_python_int_state_is_written_back() -> None:
     steps = [optimizer.state[p]["step"] for p in params]
     assert steps == [4] * len(params)
     assert all(isinstance(step, int) for step in steps)
+
+
+def test_numbers_in_groups_are_written_back() -> None:
+    lists = [parameters(), parameters()]
+    eager, fused = (
+        by_hand.WarmsUp([{"params": params[:2]}, {"params": params[2:], "lr": 0.3}])
+        for params in lists
+    )
+    update = OptimizerUpdate(fused)
+    for step in range(8):
+        set_grads(step, *lists)
+        eager.step()
+        assert update.run().fused == (step > 0)
+        for mine, theirs in zip(fused.param_groups, eager.param_groups, strict=True):
+            assert (mine["steps"], mine["range"]) == (theirs["steps"], theirs["range"])
+            assert isinstance(mine["steps"], int)
+    assert relative_difference(*lists) <= 1e-6
+
+
+def test_number_of_a_group_from_a_total_is_written_back() -> None:
+    lists = [parameters(), parameters()]
+    eager, fused = (RememberedNorm(params) for params in lists)
+    update = OptimizerUpdate(fused)
+    for step in range(5):
+        set_grads(step, *lists)
+        eager.step()
+        assert update.run().fused
+        found, want = (o.param_groups[0]["average"] for o in (fused, eager))
+        assert found == pytest.approx(want, rel=1e-6)
+    assert relative_difference(*lists) <= 1e-6
