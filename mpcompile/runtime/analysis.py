@@ -74,7 +74,7 @@ class _Path:
     results: Results
     choices: tuple[_Choice, ...]
     guards: tuple[Guard, ...]
-    calls: tuple[Call, ...]
+    calls: Mapping[int, tuple[Call, ...]]
     outcomes: tuple[bool, ...]
     reads_shape: bool
 
@@ -105,7 +105,7 @@ def analyze_whole(trace: Tracer, groups: Sequence[int]) -> list[Analysis]:
     """
     walk = _Walk(trace, groups)
     results = walk.explore()
-    if walk.calls and (walk.num_paths > 1 or walk.totals):
+    if any(walk.calls.values()) and (walk.num_paths > 1 or walk.totals):
         what = "couples its parameters" if walk.totals else "branches on state"
         raise CodegenError(f"fuse-updates: the step {what} around whole-tensor operations.")
     totals = tuple(walk.totals)
@@ -114,7 +114,7 @@ def analyze_whole(trace: Tracer, groups: Sequence[int]) -> list[Analysis]:
         Analysis(
             {name: value for (c, name), value in results.items() if c == number},
             tuple(guard for guard in walk.guards if guard.group == group),
-            tuple(walk.calls),
+            walk.calls.get(number, ()),
             walk.reads_shape,
             totals,
             number,
@@ -130,7 +130,7 @@ class _Walk:
     def __init__(self, trace: Tracer, groups: Sequence[int]) -> None:
         self._trace, self._groups = trace, groups
         self.guards: dict[Guard, None] = {}
-        self.calls: list[Call] = []
+        self.calls: dict[int, tuple[Call, ...]] = {}
         self.totals: list[Total] = []
         self.num_paths, self.reads_shape = 0, False
 
@@ -148,7 +148,9 @@ class _Walk:
         path = self._trace_path(forced)
         self.reads_shape |= path.reads_shape
         self.guards.update(dict.fromkeys(path.guards))
-        self.calls += [call for call in path.calls if call not in self.calls]
+        for number, calls in path.calls.items():
+            known = self.calls.get(number, ())
+            self.calls[number] = (*known, *(call for call in calls if call not in known))
         return path, self._join(path, depth)
 
     def _join(self, path: _Path, depth: int) -> Results:
@@ -298,21 +300,19 @@ class Different(CodegenError):
     """Two representatives do not share one expression; classes have to be finer."""
 
 
-def _same_calls(step: StepTrace, found: Extracted) -> tuple[Call, ...]:
-    """Return the calls of one representative, if all make the same."""
+def _same_calls(step: StepTrace, found: Extracted) -> dict[int, tuple[Call, ...]]:
+    """Return the calls of each class, if all its representatives make the same."""
     per_owner = [tuple(found.calls.get(owner, ())) for owner in range(len(step.shapes))]
-    if any(per_owner) and len(set(step.classes)) > 1:
-        raise CodegenError(
-            "fuse-updates: the step couples its parameters around whole-tensor operations."
-        )
     for owner, calls in enumerate(per_owner):
         values = [a for call in calls for a in tree_leaves((call.args, dict(call.kwargs)))]
         if any(isinstance(v, Value) and tensors(v.expr) - {owner} for v in values):
             raise CodegenError("fuse-updates: a whole-tensor operation reads two parameters.")
-    local = [tuple(map(_local_call, calls)) for calls in per_owner]
-    if any(calls != local[0] for calls in local[1:]):
-        raise Different("fuse-updates: two parameters of one class need different ATen calls.")
-    return local[0]
+    by_class: dict[int, tuple[Call, ...]] = {}
+    for number, calls in zip(step.classes, per_owner, strict=True):
+        local = tuple(map(_local_call, calls))
+        if by_class.setdefault(number, local) != local:
+            raise Different("fuse-updates: two parameters of one class need different ATen calls.")
+    return by_class
 
 
 def _local_call(call: Call) -> Call:

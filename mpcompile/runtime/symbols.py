@@ -38,17 +38,17 @@ class Decisions:
     forced: tuple[bool, ...] = ()
     made: list[Decision] = field(default_factory=list)
 
-    def decide(self, node: Any) -> bool | int | float:
-        """Answer what ``node`` (a SymNode) is, and remember it."""
+    def decide(self, node: Any, is_flag: bool = False) -> bool | int | float:
+        """Answer what ``node`` (a SymNode) is, and remember it; a flag is an integer 0 or 1."""
         value = node.hint
-        if node.is_bool():
+        wrap = torch.SymInt if node.is_int() else torch.SymFloat
+        if node.is_bool() or is_flag:
             branches = sum(isinstance(d.value, bool) for d in self.made)
             value = bool(value)
             if branches < len(self.forced):
                 value = self.forced[branches]
-            self.made.append(Decision(torch.SymBool(node), value))
-            return value
-        wrap = torch.SymInt if node.is_int() else torch.SymFloat
+            self.made.append(Decision((wrap if is_flag else torch.SymBool)(node), value))
+            return int(value) if is_flag else value
         number = int(value) if node.is_int() else float(value)
         self.made.append(Decision(wrap(node), number))
         return number
@@ -61,18 +61,21 @@ class ScalarEnv(ShapeEnv):
         super().__init__()
         self.decisions = decisions
         self._num_symbols = 0
+        self._flags: set[Any] = set()
 
     def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
         """Answer with the hint, or with what the trace is to assume; assertions always hold."""
         if _is_asserting():
             return True
-        return self.decisions.decide(sym_node)
+        return self.decisions.decide(sym_node, sym_node.expr in self._flags)
 
-    def number(self, hint: int | float) -> Any:
-        """Return a SymInt or SymFloat that is ``hint`` for now."""
+    def number(self, hint: int | float, is_flag: bool = False) -> Any:
+        """Return a SymInt or SymFloat that is ``hint`` for now; a flag comes from a bool tensor."""
         self._num_symbols += 1
         source = ConstantSource(f"number_{self._num_symbols}")
         symbol = self.create_unspecified_symbol(hint, source, DimDynamic.DYNAMIC)
+        if is_flag:
+            self._flags.add(symbol)
         if isinstance(hint, int):
             return self.create_symintnode(symbol, hint=hint, source=source)
         return self.create_symfloatnode(symbol, hint=hint, source=source)
@@ -116,7 +119,7 @@ class ItemMode(TorchDispatchMode):
         hint = DATA_HINT if value is None else value.item()
         if not fake.dtype.is_floating_point:
             hint = int(hint)
-        return self.env.number(hint)
+        return self.env.number(hint, is_flag=fake.dtype is torch.bool)
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: FakeTensor) -> None:
         flat, spec = tree_flatten((args, kwargs))

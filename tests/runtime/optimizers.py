@@ -184,6 +184,40 @@ class WarmsUp(torch.optim.Optimizer):
                     p.add_(p.grad, alpha=-rate)
 
 
+class BranchesOnTensors(torch.optim.Optimizer):
+    """Branches on 0-dim tensors, not on numbers; both branches are met."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "bound": 2.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                update = p.grad
+                norm = update.norm()
+                if norm > group["bound"]:
+                    update = update * (group["bound"] / norm)
+                p.add_(update, alpha=-group["lr"])
+
+
+class CentersRows(torch.optim.Optimizer):
+    """Counts in its group, and takes the mean of rows, which stays an ATen call."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                grad = p.grad
+                if p.dim() > 1:
+                    grad = grad - grad.mean(dim=-1, keepdim=True)
+                p.add_(grad, alpha=-group["lr"] / group["count"])
+
+
 class CountsParameters(torch.optim.Optimizer):
     """Counts the parameters that it has updated, in its group."""
 

@@ -50,6 +50,8 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "adam-ema": (by_hand.AdamWithEma, {}),
     "counts-in-group": (by_hand.CountsInGroup, {}),
     "warms-up": (by_hand.WarmsUp, {}),
+    "branches-on-tensors": (by_hand.BranchesOnTensors, {}),
+    "centers-rows": (by_hand.CentersRows, {}),
     "relative-step": (by_hand.RelativeStep, {}),
     "relative-step-warmup": (by_hand.RelativeStep, {"warmup": True}),
 }
