@@ -6,7 +6,9 @@ else (flags, names, None) is a constant: a different one means a different trace
 
 from __future__ import annotations
 
+import copy
 import enum
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +117,25 @@ def substitute_group(group: Mapping[str, Any], values: Mapping[str, Any]) -> dic
     for path, value in values.items():
         set_entry(out, path, value)
     return {**out, **{k: v for k, v in SINGLE_TENSOR.items() if k in out}}
+
+
+def copy_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's attributes; a step that changes the lists and dicts changes copies."""
+    plain = (dict, list, set)
+    entries = vars(optimizer).items()
+    return {key: copy.copy(v) if isinstance(v, plain) else v for key, v in entries}
+
+
+def is_unchanged(before: object, after: object) -> bool:
+    """Whether an attribute, or each item of a list or dict, is the object that it was."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        same_keys = list(before) == list(after)
+        return same_keys and all(after[key] is value for key, value in before.items())
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) == len(after) and all(map(operator.is_, before, after))
+    if isinstance(before, set) and isinstance(after, set):
+        return before == after
+    return after is before
 
 
 def set_entry(group: dict[str, Any], path: str, value: object) -> None:

@@ -28,7 +28,9 @@ from mpcompile.runtime import dispatch
 from mpcompile.runtime.structure import (
     GroupStructure,
     ParamStructure,
+    copy_attributes,
     flat_items,
+    is_unchanged,
     substitute_group,
 )
 from mpcompile.runtime.symbolic_math import symbolic_math
@@ -245,7 +247,7 @@ def _run_step(
 ) -> list[Any]:
     """Run the step on a copy of the optimizer that holds ``flat``; return what it left."""
     copy: Any = object.__new__(type(optimizer))
-    copy.__dict__.update(optimizer.__dict__)
+    copy.__dict__.update(copy_attributes(optimizer))
     copy.grad_scale = copy.found_inf = None
     shared = [
         substitute_group(group.entries, {path: flat[at] for path, at in slot.items()})
@@ -286,9 +288,17 @@ def _refuse_other_changes(
         if changed or group["params"] is not old["params"]:
             what = changed[0] if changed else "params"
             raise CodegenError(f"fuse-updates: the step changes {what!r} of its group.")
+    params = {id(param) for group in groups for param in group["params"]}
+    others = [key for key in (*optimizer.state, *copy.state) if not isinstance(key, torch.Tensor)]
+    others += [key for key in copy.state if id(key) not in params]
+    if others:
+        raise CodegenError(
+            f"fuse-updates: the step keeps state of no parameter ({str(others[0])[:40]!r})."
+        )
     expected = vars(optimizer)
     ours = ("param_groups", "state", "grad_scale", "found_inf")
-    changed = [k for k, v in vars(copy).items() if k not in ours and expected.get(k) is not v]
+    now = {key: value for key, value in vars(copy).items() if key not in ours}
+    changed = [key for key, value in now.items() if not is_unchanged(expected.get(key), value)]
     if changed:
         raise CodegenError(f"fuse-updates: the step changes its attribute {changed[0]!r}.")
 

@@ -20,7 +20,7 @@ from mpcompile.runtime import dispatch
 from mpcompile.runtime.cases import SCALE
 from mpcompile.runtime.classes import Classes, Member
 from mpcompile.runtime.prepared import GradTreatment, Prepared
-from mpcompile.runtime.structure import flat_items
+from mpcompile.runtime.structure import copy_attributes, flat_items
 from mpcompile.runtime.symbolic_math import symbolic_math
 from mpcompile.runtime.tracing import reasons, step_code
 
@@ -93,7 +93,7 @@ class _Copy:
         beside: Sequence[Member],
     ) -> None:
         copy: Any = object.__new__(type(optimizer))
-        copy.__dict__.update(optimizer.__dict__)
+        copy.__dict__.update(copy_attributes(optimizer))
         copy.grad_scale = copy.found_inf = None
         self.optimizer = copy
         clones = [m.param.detach().clone().requires_grad_() for m in (*members, *beside)]

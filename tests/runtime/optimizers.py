@@ -260,6 +260,38 @@ class ChangesTensorOfGroup(torch.optim.Optimizer):
             group["rate"].mul_(0.5)
 
 
+class CountsInState(torch.optim.Optimizer):
+    """Keeps its step count in the state under a name, as MADGRAD does."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        state: Any = self.state
+        if "k" not in state:
+            state["k"] = torch.tensor([0])
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] / (1.0 + state["k"].item()))
+        state["k"].add_(1)
+
+
+class CountsInDict(torch.optim.Optimizer):
+    """Keeps its step count in a dict of its own."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.counts = {"steps": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.counts["steps"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] / self.counts["steps"])
+
+
 class CountsItself(torch.optim.Optimizer):
     """Keeps its step count as an attribute."""
 

@@ -113,6 +113,8 @@ def test_capturable_adamw_runs_on_cpu() -> None:
         (by_hand.CountsParameters, "depends on how many parameters"),
         (by_hand.NamesItsPhase, "changes 'phase' of its group"),
         (by_hand.ChangesTensorOfGroup, "changes 'rate' of its group"),
+        (by_hand.CountsInState, "keeps state of no parameter ('k')"),
+        (by_hand.CountsInDict, "changes its attribute 'counts'"),
         (by_hand.CountsItself, "changes its attribute 'num_steps'"),
     ],
 )
