@@ -76,26 +76,23 @@ class GradPlan:
             done = self.steps[: len(numbers)]
             total = norms.norm(prepared, grads, done, numbers, float(clip.norm_type))
             norm = torch.tensor(total, dtype=prepared.members[0].param.dtype)
-            numbers.append(clip_number(total, clip.max_norm, norm.dtype))
+            numbers.append(clip_coefficient(norm, clip.max_norm))
         return numbers, norm
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> float:
-    """Return what gradients of ``norm`` are multiplied by, rounded as torch rounds it."""
-    coefficient = max_norm / (norm + NORM_EPSILON)
-    return torch.clamp(coefficient, max=1.0).item()
+    """Return what gradients of ``norm`` are multiplied by, rounded as torch rounds it.
 
-
-def clip_number(norm: float, max_norm: float, dtype: torch.dtype) -> float:
-    """Return ``clip_coefficient`` of a norm that the host knows, without four calls of torch."""
-    if dtype != torch.float32:
-        return clip_coefficient(torch.tensor(norm, dtype=dtype), max_norm)
-    reciprocal = _f32(1.0 / _f32(_f32(norm) + _f32(NORM_EPSILON)))
+    In f32 Python does it, without four calls of torch: a sum, product or quotient of two numbers in
+    f64 that is then rounded to f32 is the one of f32.
+    """
+    if norm.dtype != torch.float32:
+        return torch.clamp(max_norm / (norm + NORM_EPSILON), max=1.0).item()
+    reciprocal = _f32(1.0 / _f32(norm.item() + _f32(NORM_EPSILON)))
     return min(_f32(reciprocal * _f32(max_norm)), 1.0)
 
 
 def _f32(value: float) -> float:
-    """Return ``value`` rounded to f32. Of a sum, product or quotient of two, that is torch's."""
     return ctypes.c_float(value).value
 
 
