@@ -56,7 +56,7 @@ class OptimizerUpdate:
         self.norms = NormKernels(cache_dir)
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
         self.prepared: dict[Any, Prepared] = {}
-        self._own: dict[Any, Prepared] = {}
+        self._own: dict[Any, Any] = {}
         self.reason = _refusal(optimizer)
         self.handle = ""
         self.num_prepared = 0
@@ -66,7 +66,6 @@ class OptimizerUpdate:
         """Have the update write a 16-bit copy of each parameter that is a key of ``copies``."""
         self.copies = dict(copies)
         self.prepared.clear()
-        self._own.clear()
 
     def record(self) -> UpdateRecord:
         """Return what the update does, for reports."""
@@ -107,12 +106,12 @@ class OptimizerUpdate:
                 self._give_up(str(error))
                 return self._eagerly(grads, plan, self.reason)
             if own:
-                self._own[plan.steps, plan.write] = prepared
+                self._own[plan.steps, plan.write] = _key(grads, present, plan)
             return self._launch(prepared, present, plan)
 
     def _again(self, plan: GradPlan) -> Prepared | None:
         """Return what last ran on the parameters' ``.grad``, if it fits those of now."""
-        prepared = self._own.get((plan.steps, plan.write))
+        prepared = self.prepared.get(self._own.get((plan.steps, plan.write)))
         if prepared is None or self.reason or not prepared.is_current(prepared.own_grads):
             return None
         return prepared
@@ -138,14 +137,12 @@ class OptimizerUpdate:
         plan: GradPlan,
     ) -> Prepared:
         """Return a table that is up to date; make it if need be."""
-        absent = () if len(present) == len(grads) else _positions_of_none(grads)
-        key = (len(grads), absent, plan.steps, plan.write)
+        key = _key(grads, present, plan)
         prepared = self.prepared.get(key)
         if prepared is not None and prepared.is_current(present):
             return prepared
         if len(self.prepared) >= MAX_PREPARED:
             self.prepared.clear()
-            self._own.clear()
         self.num_prepared += 1
         groups = self.optimizer.param_groups
         everyone = [Member(p, g) for g, group in enumerate(groups) for p in group["params"]]
@@ -206,8 +203,13 @@ def _without_scaler(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         vars(optimizer).update(asked)
 
 
-def _positions_of_none(grads: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
-    return tuple(i for i, grad in enumerate(grads) if grad is None)
+def _key(
+    grads: Sequence[torch.Tensor | None], present: Sequence[torch.Tensor], plan: GradPlan
+) -> tuple[object, ...]:
+    """Return what a table is made for: which parameters have a gradient, and what happens to it."""
+    is_whole = len(present) == len(grads)
+    absent = () if is_whole else tuple(i for i, grad in enumerate(grads) if grad is None)
+    return len(grads), absent, plan.steps, plan.write
 
 
 def _refusal(optimizer: torch.optim.Optimizer) -> str:
