@@ -72,7 +72,7 @@ def check_on_host(results: Sequence[tuple[str, Expr]]) -> None:
         if not known or not ops <= set(_OPS):
             raise CodegenError(
                 f"fuse-updates: the step changes {local_name(name).removeprefix('group.')!r} of "
-                f"its group to what depends on single parameters ({brief(value)})."
+                f"its group to what the host does not compute ({brief(value)})."
             )
 
 
