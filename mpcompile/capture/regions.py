@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 import mpcompile
 from mpcompile.capture import dynamo_api, graph_inputs
+from mpcompile.capture.backward_tags import mark_backward
 from mpcompile.capture.session import Session
 from mpcompile.graph import gradients, nodes
 from mpcompile.graph.printer import format_graph
@@ -52,6 +53,7 @@ def compile_region(
         PassError: a pass cannot rewrite the graph.
     """
     graph_inputs.refuse_unsupported(gm)
+    mark_backward(gm)
     graph_inputs.warn_half_parameters(gm)
     roles = graph_inputs.input_roles(gm)
     region = _begin_report(gm, session)

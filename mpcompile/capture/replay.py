@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,8 @@ from mpcompile.runtime import dispatch
 
 _NOISE = 1e-3
 """A parameter whose eager update is this much smaller than the largest may be all rounding."""
+_NOISE_GRADIENT = 1e-5
+"""A gradient that is this much smaller than the largest may be all rounding."""
 _NOISE_HALF = 0.1
 """How large such an update may be in 16 bits, relative to the largest."""
 
@@ -48,17 +52,34 @@ class Replay:
         roots = (call.function, call.args, call.kwargs)
         found = list(reach(*roots))
         self._put_back = remember(*roots)
-        optimizers = [item for item in found if isinstance(item, Optimizer)]
+        self._optimizers = [item for item in found if isinstance(item, Optimizer)]
         names = _names(item for item in found if isinstance(item, nn.Module))
         self._params = {
             names.get(id(param), f"parameter {position} of {type(optimizer).__name__}"): param
-            for optimizer in optimizers
+            for optimizer in self._optimizers
             for position, param in enumerate(_params(optimizer))
         }
         self._before = self._values()
 
     def _values(self) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in self._params.items()}
+
+    @contextmanager
+    def _watching_gradients(self) -> Iterator[dict[str, float]]:
+        """Note the size of each gradient (rms) when an optimizer's step begins."""
+        sizes: dict[str, float] = {}
+
+        def note(*_: Any) -> None:
+            for name, param in self._params.items():
+                if param.grad is not None and not param.grad.is_sparse:
+                    sizes[name] = _rms(param.grad.double())
+
+        handles = [optimizer.register_step_pre_hook(note) for optimizer in self._optimizers]
+        try:
+            yield sizes
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def compare(self, bounds: Bounds) -> None:
         """Run the step eagerly from where it started and leave everything as it is now.
@@ -71,10 +92,10 @@ class Replay:
         call = self._call
         put_back_ours = remember(call.function, call.args, call.kwargs)
         self._put_back()
-        with dispatch.suspended():
+        with dispatch.suspended(), self._watching_gradients() as gradients:
             torch.compiler.disable(call.function)(*call.args, **call.kwargs)
-        eager = self._values()
-        found = _difference(self._before, eager, ours, bounds)
+        compared = _without_noise(self._before, gradients)
+        found = _difference(compared, self._values(), ours, bounds)
         if found:
             self._put_back()
             raise CaptureError(
@@ -84,6 +105,19 @@ class Replay:
                 "not meant to give the same twice, and please report it."
             )
         put_back_ours()
+
+
+def _without_noise(before: dict[str, Tensor], gradients: dict[str, float]) -> dict[str, Tensor]:
+    """Leave out parameters whose gradient is nothing but rounding.
+
+    That of a key's bias in attention is zero, say; Adam makes steps of full size of what is left.
+    """
+    largest = max(gradients.values(), default=0.0)
+    return {
+        name: value
+        for name, value in before.items()
+        if gradients.get(name, largest) > _NOISE_GRADIENT * largest
+    }
 
 
 def _params(optimizer: Optimizer) -> Iterator[Tensor]:

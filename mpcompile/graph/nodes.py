@@ -95,13 +95,19 @@ def _node_leaves(node: Node) -> Iterator[Node]:
             yield leaf
 
 
+BACKWARD_MARK = "mpcompile_backward"
+"""The key in ``meta["custom"]`` by which nodes of a traced backward are known in torch 2.11."""
+
+
 def is_backward(node: Node) -> bool:
     """Whether autograd made ``node`` while it ran backward.
 
-    torch 2.11 has the partitioner's tag only; a graph that is not partitioned has the other.
+    torch 2.11 has the partitioner's tag, and in a graph that is not partitioned our own mark; a
+    later one has its tag in such graphs.
     """
     tagged = node.meta.get("partitioner_tag") == "is_backward"
-    return tagged or bool(node.meta.get("autograd_backward"))
+    marked = BACKWARD_MARK in (node.meta.get("custom") or ())
+    return tagged or marked or bool(node.meta.get("autograd_backward"))
 
 
 def root(node: Node) -> Node:
