@@ -12,21 +12,28 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import dataclass
+from random import Random
+from typing import Any
 
 import torch
 
 from mpcompile.backend import last_report
-from tests.fuzzing.steps import Choices, Random, random_program
+from tests.fuzzing.steps import Choices, random_program
 from tests.programs import compare
 
 CALLS = 4
+ROUNDING = 4e-6
+"""Differences up to this are rounding, relative to the largest value of a tensor."""
 _REFUSED = ("Trying to backward through the graph a second time", "mpcompile:")
 """Marks of errors that say what a user is to change."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of one program: same, rounding, differs, refused or fails."""
+    """What came of one program: same, rounded, differs, refused or fails.
+
+    Clipping inside an update adds up norms in the order of the groups, which may round otherwise.
+    """
 
     seed: int
     kind: str
@@ -34,7 +41,7 @@ class Finding:
     whole: bool = False
 
 
-def check(seed: int, **options: object) -> Finding:
+def check(seed: int, **options: Any) -> Finding:
     """Run the program of ``seed`` eagerly and compiled."""
     torch._dynamo.reset()
     try:
@@ -47,7 +54,9 @@ def check(seed: int, **options: object) -> Finding:
     whole = not last_report(compiled).breaks
     if not found:
         return Finding(seed, "same", whole=whole)
-    return Finding(seed, "differs", tuple(found), whole)
+    apart = [float(text.split(" apart")[0].split()[-1]) for text in found if " apart" in text]
+    is_rounded = len(apart) == len(found) and max(apart) < ROUNDING
+    return Finding(seed, "rounded" if is_rounded else "differs", tuple(found), whole)
 
 
 def main() -> int:
@@ -66,7 +75,7 @@ def main() -> int:
         finding = check(seed, disable=disable, check="off")
         counts[finding.kind] += 1
         counts["whole"] += finding.whole
-        if finding.kind != "same":
+        if finding.kind not in ("same", "rounded"):
             print(f"seed {seed}: {finding.kind} {Choices.draw(Random(seed))}", flush=True)
             for line in finding.details[:6]:
                 print(f"    {line}", flush=True)

@@ -114,7 +114,10 @@ def differences(eager: dict[str, Any], ours: dict[str, Any], tolerance: float) -
 
 def _differs(eager: Any, ours: Any, tolerance: float) -> str:
     if not isinstance(eager, Tensor) or not isinstance(ours, Tensor):
-        return "" if _same(eager, ours, tolerance) else f"{_short(eager)} != {_short(ours)}"
+        if isinstance(eager, float) and isinstance(ours, float):
+            left, right = (torch.tensor(x, dtype=torch.float64) for x in (eager, ours))
+            return _differs(left, right, tolerance)
+        return "" if _same(eager, ours) else f"{_short(eager)} != {_short(ours)}"
     kinds = [(t.dtype, tuple(t.shape), t.layout, t.requires_grad) for t in (eager, ours)]
     if kinds[0] != kinds[1]:
         return f"{kinds[0]} != {kinds[1]}"
@@ -136,9 +139,7 @@ def _strides(tensor: Tensor) -> list[int]:
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
-def _same(eager: Any, ours: Any, tolerance: float) -> bool:
-    if isinstance(eager, float) and isinstance(ours, float) and tolerance:
-        return abs(eager - ours) <= tolerance * abs(eager)
+def _same(eager: Any, ours: Any) -> bool:
     return type(eager) is type(ours) and bool(eager == ours)
 
 
@@ -149,7 +150,7 @@ def _short(value: Any) -> str:
 
 
 def compare(
-    build: Build, calls: int = 4, tolerance: float = 0.0, **options: object
+    build: Build, calls: int = 4, tolerance: float = 0.0, **options: Any
 ) -> tuple[list[str], Any]:
     """Run the program that ``build`` makes eagerly and compiled.
 

@@ -231,9 +231,9 @@ def _going_back(segment: Segment) -> Iterator[Node]:
     for node in segment.gm.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if node.target is torch.autograd.grad:
-            if any(arg in crossing for arg in node.all_input_nodes):
-                yield node
+        goes_back = any(arg in crossing for arg in node.all_input_nodes)
+        if node.target is torch.autograd.grad and goes_back:
+            yield node
         value = node.meta.get("example_value")
         if isinstance(value, Tensor) and not value.requires_grad:
             continue

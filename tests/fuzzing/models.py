@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.steps import Attention
 
@@ -42,6 +43,8 @@ class Residual(nn.Module):
 class Gate(nn.Module):
     """Scales and shifts by parameters of its own, in place, and counts its calls."""
 
+    seen: Tensor
+
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(shape))
@@ -65,16 +68,28 @@ class Twice(nn.Module):
         return out
 
 
+class Checkpointed(nn.Module):
+    """Has its layer computed again in backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return out
+
+
 class Square(torch.autograd.Function):
     """A square whose gradient a user wrote."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return x * x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         return grad * x * 2
 
@@ -96,6 +111,11 @@ class Head(nn.Module):
         return out if self.tied is None else out + x @ self.tied[:WIDTH, :CLASSES]
 
 
+def _square(x: Tensor) -> Tensor:
+    out: Tensor = Square.apply(x)  # type: ignore[no-untyped-call]
+    return out
+
+
 def _half_and_half(x: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat([second * torch.sigmoid(first), first], dim=-1)
@@ -112,13 +132,18 @@ def _masked(x: Tensor) -> Tensor:
     return x.masked_fill(x > 1, 0.5) + torch.where(x < -1, x * 0.1, x)
 
 
+@torch.no_grad()
+def _scale_of(x: Tensor) -> Tensor:
+    return 1 / (1 + x.abs().mean())
+
+
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda x: F.relu(x * 1, inplace=True),
     "gelu": F.gelu,
     "silu": F.silu,
     "tanh": torch.tanh,
     "softmax": lambda x: x.softmax(-1) * 3,
-    "square": lambda x: Square.apply(x.clamp(-2, 2)),
+    "square": lambda x: _square(x.clamp(-2, 2)),
     "chunk": _half_and_half,
     "in_place": _in_place,
     "masked": _masked,
@@ -137,11 +162,6 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@torch.no_grad()
-def _scale_of(x: Tensor) -> Tensor:
-    return 1 / (1 + x.abs().mean())
-
-
 def _anywhere(rng: Random) -> nn.Module:
     """Return a layer for any shape that ends with the width."""
     kinds: list[Callable[[], nn.Module]] = [
@@ -150,6 +170,7 @@ def _anywhere(rng: Random) -> nn.Module:
         lambda: nn.LayerNorm(WIDTH),
         lambda: nn.RMSNorm(WIDTH),
         lambda: nn.Dropout(0.3),
+        lambda: Checkpointed(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())),
         lambda: Gate((WIDTH,)),
         lambda: Twice(nn.Linear(WIDTH, WIDTH)),
         lambda: Residual(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())),
@@ -179,6 +200,7 @@ def _over_sequences(rng: Random) -> nn.Module:
     kinds: list[Callable[[], nn.Module]] = [
         lambda: Residual(Attention(WIDTH, 2)),
         lambda: Turned(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
+        lambda: Turned(nn.BatchNorm1d(WIDTH)),
         *[lambda: _anywhere(rng)] * 4,
     ]
     return rng.choice(kinds)()
@@ -198,7 +220,7 @@ def _over_images(rng: Random) -> nn.Module:
         lambda: nn.Dropout2d(0.2),
         lambda: Gate((WIDTH, 1, 1)),
         lambda: Residual(nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 1), nn.SiLU())),
-        lambda: Apply(rng.choice([F.relu, F.leaky_relu, torch.sigmoid])),
+        lambda: Apply(rng.choice([lambda x: F.relu(x), torch.sigmoid, torch.tanh])),
     ]
     return rng.choice(kinds)()
 

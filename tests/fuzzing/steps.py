@@ -136,32 +136,31 @@ def _backward(parts: Parts, x: Tensor, labels: Tensor) -> Tensor:
         total = torch.zeros(())
         for rows, some in zip(x.chunk(2), labels.chunk(2), strict=True):
             loss = parts.loss(rows, some) / 2
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total = total + loss.detach()
         return total
     loss = parts.loss(x, labels)
     if kind == "retain":
-        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        (loss * 0.5).backward()  # type: ignore[no-untyped-call]
+        loss.backward(retain_graph=True)
+        (loss * 0.5).backward()
     elif kind == "grad":
         params = parts.params()
         grads = torch.autograd.grad(loss, params, allow_unused=True)
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
     elif kind == "inputs":
-        loss.backward(inputs=parts.params()[1:])  # type: ignore[no-untyped-call]
+        loss.backward(inputs=parts.params()[1:])
     elif kind == "two losses":
         other = parts.loss(x, labels.flip(0))
-        loss.backward()  # type: ignore[no-untyped-call]
-        (other * 0.1).backward()  # type: ignore[no-untyped-call]
+        loss.backward()
+        (other * 0.1).backward()
     elif kind == "penalty":
-        squares = [
-            p.square().sum() for opt in parts.optimizers for p in opt.param_groups[0]["params"]
-        ]
+        first = [opt.param_groups[0]["params"] for opt in parts.optimizers]
+        squares = [p.square().sum() for params in first for p in params]
         loss = loss + 1e-3 * torch.stack(squares).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     else:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     return loss
 
 
@@ -253,41 +252,79 @@ def build_step(parts: Parts) -> Callable[..., Any]:
     return step
 
 
+def _freeze(parts: Parts, call: int) -> None:
+    next(parts.model.parameters()).requires_grad_(call % 2 == 0)
+
+
+def _load(parts: Parts, call: int) -> None:
+    opt = parts.optimizers[0]
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+
+
+def _replace_data(parts: Parts, call: int) -> None:
+    param = next(parts.model.parameters())
+    param.data = param.data * 0.9
+
+
+def _add_group(parts: Parts, call: int) -> None:
+    parts.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def _hook_parameter(parts: Parts, call: int) -> None:
+    hook: Any = lambda grad: grad * 2  # noqa: E731  # register_hook is not typed
+    list(parts.model.parameters())[-1].register_hook(hook)
+
+
+def _hook_optimizer(parts: Parts, call: int) -> None:
+    parts.optimizers[0].register_step_pre_hook(lambda *args: parts.log.append("before"))
+
+
+def _set_gradients(parts: Parts, call: int) -> None:
+    for index, param in enumerate(parts.model.parameters()):
+        param.grad = torch.full_like(param, 0.01) if (index + call) % 3 else None
+
+
+def _clear_outside(parts: Parts, call: int) -> None:
+    for opt in parts.optimizers:
+        opt.zero_grad(set_to_none=call % 3 != 0)
+
+
+def _set_decay(parts: Parts, call: int) -> None:
+    parts.optimizers[0].param_groups[0]["weight_decay"] = 0.01 * call
+
+
+Change = Callable[[Parts, int], Any]
+_EACH_CALL: dict[str, Change] = {
+    "rate": _set_decay,
+    "freeze": _freeze,
+    "load": _load,
+    "data": _replace_data,
+    "train mode": lambda parts, call: parts.model.train(call % 2 == 0),
+    "set gradients": _set_gradients,
+}
+_ONCE: dict[str, Change] = {
+    "hook": _hook_parameter,
+    "clear": lambda parts, call: parts.optimizers[0].state.clear(),
+    "add group": _add_group,
+    "optimizer hook": _hook_optimizer,
+    "reverse": lambda parts, call: parts.optimizers[0].param_groups[0]["params"].reverse(),
+}
+
+
 def _change(parts: Parts, call: int, batch: Callable[[int], Any], step: Callable[..., Any]) -> None:
     """Do between two calls what the choices say."""
-    kind, opt = parts.choices.between, parts.optimizers[0]
-    params = list(parts.model.parameters())
-    if kind == "rate":
-        opt.param_groups[0]["weight_decay"] = 0.01 * call
-    if kind == "freeze":
-        params[0].requires_grad_(call % 2 == 0)
-    if kind == "load" and call:
-        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    kind = parts.choices.between
+    if kind in _EACH_CALL and call:
+        _EACH_CALL[kind](parts, call)
+    if kind in _ONCE and call == 2:
+        _ONCE[kind](parts, call)
     if kind == "evaluate":
         with torch.no_grad():
             parts.log.append(parts.loss(*batch(call)[:2]))
-    if kind == "hook" and call == 2:
-        params[-1].register_hook(lambda grad: grad * 2)
-    if kind == "data" and call:
-        params[0].data = params[0].data * 0.9
-    if kind == "clear" and call == 2:
-        opt.state.clear()
     if kind == "eager" and call == 2:
         step(*batch(call + 50))
-    if kind == "train mode":
-        parts.model.train(call % 2 == 0)
-    if kind == "add group" and call == 2:
-        opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    if kind == "optimizer hook" and call == 2:
-        opt.register_step_pre_hook(lambda *args: parts.log.append("before"))
-    if kind == "reverse" and call == 2:
-        opt.param_groups[0]["params"].reverse()
-    if kind == "set gradients":
-        for index, param in enumerate(params):
-            param.grad = torch.full_like(param, 0.01) if (index + call) % 3 else None
     if parts.choices.zero == "outside":
-        for each in parts.optimizers:
-            each.zero_grad(set_to_none=call % 3 != 0)
+        _clear_outside(parts, call)
 
 
 def random_program(seed: int) -> Program:

@@ -17,7 +17,7 @@ from tests.programs import Program
 from tests.runtime.optimizers import CountsInGroup, CountsItself, Lamb
 
 
-def _parts() -> tuple[nn.Sequential, Optimizer]:
+def _parts() -> tuple[Any, Optimizer]:
     model = network()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -232,7 +232,7 @@ def value_returned_for_another_backward() -> Program:
 
     def batch(call: int) -> tuple[Any, ...]:
         if kept:
-            kept.pop().backward()  # type: ignore[no-untyped-call]
+            kept.pop().backward()
             program.log.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         return (*pair(call), kept)
 
@@ -271,7 +271,14 @@ def evaluation_by_the_same_function() -> Program:
             opt.zero_grad()
         return loss.detach()
 
-    return Program(step, model, [opt], pair, lambda call: torch.set_grad_enabled(True) and None)
+    def batch(call: int) -> tuple[Tensor, Tensor]:
+        torch.set_grad_enabled(call != 1)
+        return pair(call)
+
+    def before(call: int) -> None:
+        torch.set_grad_enabled(True)
+
+    return Program(step, model, [opt], batch, before)
 
 
 @pattern()
@@ -363,7 +370,7 @@ def compiled_model() -> Program:
 @pattern()
 def model_compiled_in_place() -> Program:
     model, opt = _parts()
-    model.compile(backend="aot_eager")  # type: ignore[no-untyped-call]
+    model.compile(backend="aot_eager")
     return Program(functools.partial(_train, model, opt), model, [opt], pair)
 
 
@@ -428,7 +435,7 @@ def graph_break_in_the_model() -> Program:
 def backward_through_an_update() -> Program:
     model, opt = _parts()
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def step(x: Tensor, y: Tensor) -> Any:
         hidden = x * model[2].bias.sum()
         opt.zero_grad()
         first = F.mse_loss(model[0](x), torch.zeros(8))

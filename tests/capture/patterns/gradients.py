@@ -228,7 +228,7 @@ def several_losses() -> Program:
     def step(x: Tensor, y: Tensor) -> dict[str, Tensor]:
         out = model(x)
         losses = {"l2": F.mse_loss(out, y), "l1": F.l1_loss(out, y), "size": out.square().mean()}
-        sum(losses.values()).backward()  # type: ignore[union-attr]
+        sum(losses.values()).backward()
         opt.step()
         opt.zero_grad()
         return {name: loss.detach() for name, loss in losses.items()}
@@ -241,7 +241,7 @@ def several_backward_calls() -> Program:
     model = network()
     opt = _adam(model)
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def step(x: Tensor, y: Tensor) -> Any:
         out = model(x)
         first, second = F.mse_loss(out, y), out.abs().mean()
         first.backward(retain_graph=True)
@@ -258,7 +258,7 @@ def backward_of_a_tensor_with_gradient() -> Program:
     model = network()
     opt = _adam(model)
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def step(x: Tensor, y: Tensor) -> Any:
         out = model(x)
         out.backward(out.detach() - y)
         opt.step()
@@ -289,7 +289,7 @@ def torch_autograd_backward() -> Program:
     model = network()
     opt = _sgd(model)
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def step(x: Tensor, y: Tensor) -> Any:
         out = model(x)
         losses = [F.mse_loss(out, y), out.abs().mean()]
         torch.autograd.backward(losses)
@@ -431,7 +431,7 @@ def gradient_shared_by_two_parameters() -> Program:
         opt.zero_grad()
         loss = F.mse_loss(model[0] + model[1] - model[2].t().t(), y)
         loss.backward()
-        model[0].grad.mul_(2)  # type: ignore[union-attr]
+        model[0].grad.mul_(2)
         opt.step()
         return loss.detach()
 
@@ -444,11 +444,11 @@ def gradient_is_an_expanded_number() -> Program:
     model = nn.ParameterList([torch.randn(5, 3), torch.randn(5, 3)])
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(y: Tensor) -> Tensor:
+    def step(y: Tensor) -> Any:
         opt.zero_grad()
         loss = model[0].sum() + (model[1].t() * y.t()).sum()
         loss.backward()
-        model[0].grad.mul_(2)  # type: ignore[union-attr]
+        model[0].grad.mul_(2)
         opt.step()
         return loss.detach()
 
@@ -517,7 +517,7 @@ def weight_decay_by_hand() -> Program:
     model = network()
     opt = _sgd(model)
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def step(x: Tensor, y: Tensor) -> Any:
         penalty = sum(p.square().sum() for g in opt.param_groups for p in g["params"])
         loss = F.mse_loss(model(x), y) + 1e-3 * penalty
         loss.backward()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -15,7 +15,7 @@ from tests.capture.patterns.registry import network, pair, pattern
 from tests.programs import Program
 
 
-def _program(*, optimizer_clears: bool = False) -> tuple[nn.Sequential, Optimizer, Program]:
+def _program(*, optimizer_clears: bool = False) -> tuple[Any, Optimizer, Program]:
     model = network()
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -129,8 +129,8 @@ def optimizer_in_the_backward() -> Program:
     opts = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
     def update(param: Tensor) -> None:
-        opts[param].step()  # type: ignore[index]
-        opts[param].zero_grad()  # type: ignore[index]
+        opts[param].step()
+        opts[param].zero_grad()
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(update)

@@ -14,7 +14,7 @@ from tests.capture.patterns.registry import network, pair, pattern
 from tests.programs import Program
 
 
-def _program(model: nn.Module, batch: Any = pair, **options: Any) -> Program:
+def _program(model: Any, batch: Any = pair, **options: Any) -> Program:
     opt = torch.optim.SGD(
         [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9, **options
     )
@@ -182,7 +182,11 @@ def dropout_in_evaluation_by_turns() -> Program:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 3))
     program = _program(model)
-    program.before = lambda call: model.train(call % 2 == 0) and None
+
+    def before(call: int) -> None:
+        model.train(call % 2 == 0)
+
+    program.before = before
     return program
 
 
@@ -214,19 +218,19 @@ class Scale(torch.autograd.Function):
     """Doubles; its gradient is three times what it should be."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         return grad * 6 + x * 1e-3
 
 
 class Scaled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Scale.apply(x)
+        out: Tensor = Scale.apply(x)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -261,6 +265,8 @@ def checkpointed_dropout() -> Program:
 
 class Views(nn.Module):
     """Views, in-place ops, a buffer that counts, an attribute that counts."""
+
+    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,9 +323,10 @@ def parameters_of_other_dtypes() -> Program:
 @pattern()
 def parameter_with_other_strides() -> Program:
     torch.manual_seed(0)
-    model = nn.Sequential(
+    model: Any = nn.Sequential(
         OrderedDict(conv=nn.Conv2d(2, 4, 3, padding=1), flat=nn.Flatten(), out=nn.Linear(24, 3))
-    ).to(memory_format=torch.channels_last)
+    )
+    model.to(memory_format=torch.channels_last)
 
     def batch(call: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(call)

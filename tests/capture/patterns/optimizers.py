@@ -500,7 +500,7 @@ def parameter_replaced_in_the_model() -> Program:
 class Twice(torch.optim.SGD):
     """Calls the step that it inherits, twice."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         super().step()
         return super().step()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,8 @@ def pattern(*, whole: bool = True) -> Callable[[Build], Build]:
     return add
 
 
-def network(seed: int = 0) -> nn.Sequential:
-    """Return 6 -> 8 -> 3."""
+def network(seed: int = 0) -> Any:
+    """Return 6 -> 8 -> 3; untyped, for what patterns do to its layers."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
