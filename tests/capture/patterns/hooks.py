@@ -182,23 +182,6 @@ def hook_of_an_activation_that_notes() -> Program:
     return program
 
 
-@pattern(whole=False)
-def retained_gradient_of_an_activation() -> Program:
-    model = network()
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Any]:
-        opt.zero_grad()
-        hidden = model[0](x)
-        hidden.retain_grad()
-        loss = F.mse_loss(model[1:](hidden), y)
-        loss.backward()
-        opt.step()
-        return loss.detach(), hidden.grad
-
-    return Program(step, model, [opt], pair)
-
-
 @pattern()
 def hooks_of_modules() -> Program:
     model, _, program = _program()
