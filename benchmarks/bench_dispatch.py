@@ -71,7 +71,7 @@ def build_ours(count: int) -> Callable[[Tensor], Any]:
         return loss.detach()
 
     options: Any = {"lowering": "eager", "dtype": "float32", "check": "off"}
-    compiled: Any = torch.compile(step, backend="mpcompile", options=options)
+    compiled: Callable[[Tensor], Any] = torch.compile(step, backend="mpcompile", options=options)
     return compiled
 
 
