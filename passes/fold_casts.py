@@ -127,8 +127,10 @@ def _drop_private_widenings(graph: Graph) -> int:
     """Hand 16-bit gradients to the update as they are."""
     output = graph.output_node()
     private = private_outputs(graph)
+    if not private:
+        return 0
     (values,) = output.args
-    assert isinstance(values, (tuple, list))
+    assert isinstance(values, (tuple, list)), "a traced step returns a tuple"
     kept, folded = list(values), list[Node]()
     for index in private:
         node = kept[index]

@@ -23,7 +23,7 @@ from tests.steps import batch, classifier_step, compile_step
         ({"dtype": "float16"}, r"float16 needs loss scaling, which is not yet built\. Use bfloat"),
         ({"dtype": torch.float16}, r"not yet built"),
         ({"dtype": "int8"}, r"'int8' is no dtype to train in"),
-        ({"capture": "whole"}, r"'whole' is not yet built"),
+        ({"grads": "drop"}, r"'drop' is not yet built"),
         ({"loss_scale": "dynamic"}, r"not yet built\. Leave it out"),
         ({"table": "painted-cuda"}, r"Use painted, autocast-cuda or autocast-cpu"),
         ({"lowering": "egaer"}, r"did you mean 'eager'"),
@@ -100,7 +100,7 @@ def test_loop_around_backward_warns_that_nothing_was_compiled() -> None:
         for row in x.split(2):
             model(row).square().mean().backward()
 
-    compiled = compile_step(step)
+    compiled = compile_step(step, capture="regions")
     with pytest.warns(UserWarning, match=r"give the body of a loop around backward\(\) its own"):
         compiled(torch.ones(4, 4))
     assert model.weight.grad is not None
