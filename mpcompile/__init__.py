@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpcompile.backend import explain, last_report
+    from mpcompile.backend import explain, last_report, load_state_dict, skipped, state_dict
 
-__all__ = ["explain", "last_report"]
+__all__ = ["explain", "last_report", "load_state_dict", "skipped", "state_dict"]
 __version__ = "0.1.0"
 
 

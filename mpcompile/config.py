@@ -30,8 +30,11 @@ from mpcompile.option_values import (
     parse_count,
     parse_dtype,
     parse_flag,
+    parse_loss_scale,
     parse_names,
+    parse_optional,
     parse_path,
+    parse_power_of_two,
     pass_names,
     suggestion,
 )
@@ -50,7 +53,14 @@ PASS_NAMES = (
     "shadow-weights",
     "fuse-updates",
 )
-BUILT_PASSES = ("cast-composites", "assign-precision", "insert-casts", "fold-casts", "fuse-updates")
+BUILT_PASSES = (
+    "cast-composites",
+    "assign-precision",
+    "insert-casts",
+    "scale-loss",
+    "fold-casts",
+    "fuse-updates",
+)
 PLANNED_PASSES = tuple(name for name in PASS_NAMES if name not in BUILT_PASSES)
 
 
@@ -106,7 +116,7 @@ class Config:
         default=torch.bfloat16,
         metadata=_option(
             parse_dtype,
-            "bfloat16, float32, short bf16, fp32 (not yet: float16)",
+            "bfloat16, float16, float32, short bf16, fp16, fp32",
             "The dtype that eligible ops compute in; float32 inserts no casts.",
         ),
     )
@@ -190,6 +200,51 @@ class Config:
         metadata=_choice(
             "When a step that was captured whole is replayed eagerly in float32 and compared.",
             *("first-step", "off", "always"),
+            in_key=False,
+        ),
+    )
+    loss_scale: str | float = field(
+        default="dynamic",
+        metadata=_option(
+            parse_loss_scale,
+            "dynamic, power of two, torch, apex, fairseq, deepspeed",
+            "float16: how the loss is scaled; a number is kept, 1 leaves scaling to you.",
+            in_key=False,
+        ),
+    )
+    growth_interval: int | None = field(
+        default=None,
+        metadata=_option(
+            parse_optional(parse_count),
+            "whole number, or None",
+            "Good steps before the loss scale doubles; None: as `loss_scale` has it (2000).",
+            in_key=False,
+        ),
+    )
+    scale_floor: float | None = field(
+        default=None,
+        metadata=_option(
+            parse_optional(parse_power_of_two),
+            "power of two, or None",
+            "Smallest loss scale; None: as `loss_scale` has it (2**-14).",
+            in_key=False,
+        ),
+    )
+    scale_ceiling: float | None = field(
+        default=None,
+        metadata=_option(
+            parse_optional(parse_power_of_two),
+            "power of two, or None",
+            "Largest loss scale; None: as `loss_scale` has it (2**24).",
+            in_key=False,
+        ),
+    )
+    hysteresis: int | None = field(
+        default=None,
+        metadata=_option(
+            parse_optional(parse_count),
+            "whole number, or None",
+            "Overflows before the loss scale halves; None: as `loss_scale` has it (1).",
             in_key=False,
         ),
     )
@@ -284,14 +339,6 @@ class Config:
 
 
 _PLANNED_OPTIONS = {
-    "loss_scale": (
-        "dynamic, power of two, torch, apex, fairseq, deepspeed",
-        "How the loss is scaled in float16.",
-    ),
-    "growth_interval": ("whole number", "Good steps before the loss scale doubles."),
-    "scale_floor": ("power of two", "Smallest loss scale."),
-    "scale_ceiling": ("power of two", "Largest loss scale."),
-    "hysteresis": ("whole number", "Overflows before the loss scale halves."),
     "wire_dtype": ("float16, bfloat16, float32", "The dtype of gradients sent between ranks."),
     "error_feedback": ("off, on", "Carry what the wire dtype rounds off to the next step."),
     "check_sync": ("first-step, off, number of steps", "When ranks compare their weights."),
@@ -390,10 +437,30 @@ def _contradictions(
         both = ", ".join(name for name in one if name in other)
         if both:
             mistakes.append(f"{first} and {second}: both name {both}. Keep one of the two.")
+    mistakes += _scale_contradictions(values)
     if mode is not None and options.get("mode", mode) != mode:
         found = f"torch.compile(mode={mode!r}) and options['mode']={options['mode']!r}"
         mistakes.append(f"{found}: two modes. Keep one.")
     return mistakes
+
+
+_SCALE_OPTIONS = ("loss_scale", "growth_interval", "scale_floor", "scale_ceiling", "hysteresis")
+
+
+def _scale_contradictions(values: Mapping[str, object]) -> list[str]:
+    """Return settings of the loss scale that would do nothing, or that exclude each other."""
+    given = [name for name in _SCALE_OPTIONS if name in values]
+    dtype = values.get("dtype", torch.bfloat16)
+    if given and dtype is not torch.float16:
+        text = str(dtype).removeprefix("torch.")
+        return [f"{', '.join(given)}: only float16 needs a loss scale, dtype is {text}. Leave out."]
+    tuned = [name for name in given if name != "loss_scale" and values[name] is not None]
+    if tuned and isinstance(values.get("loss_scale"), float):
+        return [f"{', '.join(tuned)}: a loss_scale that is a number never changes. Leave out."]
+    floor, ceiling = values.get("scale_floor"), values.get("scale_ceiling")
+    if isinstance(floor, float) and isinstance(ceiling, float) and floor > ceiling:
+        return [f"scale_floor={floor:g} is above scale_ceiling={ceiling:g}. Swap them."]
+    return []
 
 
 def _format_mistakes(mistakes: list[str], settings: list[_Setting]) -> str:

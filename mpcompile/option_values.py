@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ DTYPES = {
     "fp16": torch.float16,
     "half": torch.float16,
 }
+LOSS_SCALES = ("dynamic", "torch", "apex", "fairseq", "deepspeed")
 FLAGS = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
 
 
@@ -74,16 +76,14 @@ def not_yet(what: str, advice: str) -> Mistake:
 
 
 def parse_dtype(raw: object) -> torch.dtype:
-    """Take a name or a ``torch.dtype``; float16 waits for loss scaling."""
+    """Take a name or a ``torch.dtype``."""
     dtype = DTYPES.get(raw.strip().lower()) if isinstance(raw, str) else raw
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
         hint = suggestion(raw, DTYPES)
         raise Mistake(
-            f"{raw!r} is no dtype to train in{hint} Use bfloat16 (bf16) or float32 (fp32)."
+            f"{raw!r} is no dtype to train in{hint} "
+            "Use bfloat16 (bf16), float16 (fp16) or float32 (fp32)."
         )
-    if dtype is torch.float16:
-        advice = "Use bfloat16, or float32 for no casts"
-        raise not_yet("float16 needs loss scaling, which", advice)
     return dtype
 
 
@@ -149,6 +149,52 @@ def parse_count(raw: object) -> int:
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise Mistake(f"{raw!r} is not a count. Use a whole number above 0.")
     return count
+
+
+def parse_optional(parse: Parser) -> Parser:
+    """Build a parser that takes None, or ``none`` as text, beside what ``parse`` takes."""
+
+    def parse_or_none(raw: object) -> object:
+        is_none = raw is None or (isinstance(raw, str) and raw.strip().lower() == "none")
+        return None if is_none else parse(raw)
+
+    return parse_or_none
+
+
+def parse_power_of_two(raw: object) -> float:
+    """Take a power of two from 2**-126 to 2**126, as a number or as text (``1024``, ``2**-14``)."""
+    value = _number(raw) if isinstance(raw, str) else raw
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not _is_power_of_two(float(value)):  # type: ignore[arg-type]  # checked
+        raise Mistake(f"{raw!r} is no power of two from 2**-126 to 2**126. Use 1024 or 2**-14.")
+    return float(value)  # type: ignore[arg-type]  # checked above
+
+
+def _number(text: str) -> float | None:
+    base, power, exponent = text.partition("**")
+    try:
+        return 2.0 ** int(exponent) if power and base.strip() == "2" else float(text)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _is_power_of_two(value: float) -> bool:
+    mantissa, exponent = math.frexp(value)
+    return mantissa == 0.5 and -126 <= exponent - 1 <= 126
+
+
+def parse_loss_scale(raw: object) -> str | float:
+    """Take the name of a policy, or a power of two for a scale that stays."""
+    name = raw.strip().lower() if isinstance(raw, str) else ""
+    if name in LOSS_SCALES:
+        return name
+    try:
+        return parse_power_of_two(raw)
+    except Mistake:
+        hint = suggestion(raw, LOSS_SCALES)
+        raise Mistake(
+            f"{raw!r} is no loss scale{hint} Use {join_or(LOSS_SCALES)}, or a power of two."
+        ) from None
 
 
 def parse_path(raw: object) -> Path | None:

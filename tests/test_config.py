@@ -51,10 +51,33 @@ def test_float32_has_several_names(name: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp16", "float16", "half", torch.float16])
-def test_float16_is_refused_as_not_yet(name: object) -> None:
-    text = refusal(dtype=name)
-    assert "float16 needs loss scaling, which is not yet built" in text
-    assert "Use bfloat16, or float32" in text
+def test_float16_has_several_names(name: object) -> None:
+    assert parse(dtype=name).dtype is torch.float16
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("dynamic", "dynamic"), (" Apex ", "apex"), (1024, 1024.0), ("2**-3", 0.125), ("64", 64.0)],
+)
+def test_loss_scale_is_a_policy_or_a_power_of_two(value: object, expected: object) -> None:
+    assert parse(dtype="fp16", loss_scale=value).loss_scale == expected
+
+
+def test_bounds_of_the_loss_scale_may_be_left_to_the_policy() -> None:
+    config = parse({"MPCOMPILE_HYSTERESIS": "none"}, dtype="fp16", scale_floor=None)
+    assert config == parse(dtype="fp16")
+
+
+def test_loss_scale_that_would_do_nothing_is_a_mistake() -> None:
+    assert "loss_scale, hysteresis: only float16 needs a loss scale, dtype is bfloat16" in refusal(
+        loss_scale="apex", hysteresis=2
+    )
+    assert "growth_interval: a loss_scale that is a number never changes" in refusal(
+        dtype="fp16", loss_scale=8, growth_interval=9
+    )
+    assert "scale_floor=4 is above scale_ceiling=2. Swap them." in refusal(
+        dtype="fp16", scale_floor=4, scale_ceiling=2
+    )
 
 
 @pytest.mark.parametrize("name", ["fp8", "float64", torch.float64, torch.float8_e4m3fn, 16, None])
@@ -100,11 +123,6 @@ def test_pass_names_are_exact() -> None:
         ("grads", "drop"),
         ("table", "apex-o1"),
         ("table", "grappler"),
-        ("loss_scale", "dynamic"),
-        ("growth_interval", 2000),
-        ("scale_floor", 1.0),
-        ("scale_ceiling", 65536.0),
-        ("hysteresis", 2),
         ("wire_dtype", "bfloat16"),
         ("error_feedback", "off"),
         ("check_sync", "off"),
@@ -137,6 +155,17 @@ def test_the_value_in_force_may_be_written_out(name: str, value: str) -> None:
         ("max_recompiles", 0, "0 is not a count."),
         ("max_recompiles", True, "True is not a count."),
         ("max_recompiles", "-1", "'-1' is not a count."),
+        (
+            "loss_scale",
+            "apx",
+            "did you mean 'apex'? Use dynamic, torch, apex, fairseq or deepspeed",
+        ),
+        ("loss_scale", 3, "3 is no loss scale. Use dynamic"),
+        ("scale_floor", 0, "0 is no power of two from 2**-126 to 2**126. Use 1024 or 2**-14."),
+        ("scale_ceiling", "2**9x", "'2**9x' is no power of two"),
+        ("scale_ceiling", True, "True is no power of two"),
+        ("scale_ceiling", "2**9999", "is no power of two"),
+        ("growth_interval", 0, "0 is not a count."),
         ("report_dir", 7, "7 is not a path."),
         ("report_dir", " ", "' ' is not a path."),
         ("assignment", 7, "7 is not a path."),

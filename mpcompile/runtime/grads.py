@@ -103,7 +103,7 @@ def apply_eagerly(
     present = [grad for grad in grads if grad is not None]
     if not present or not (plan.clips or plan.factor != 1.0):
         return list(grads), None
-    treated = present if plan.write else [grad.clone() for grad in present]
+    treated = present if plan.write else [_copied(grad, plan.factor) for grad in present]
     norm = None
     if plan.factor != 1.0:
         torch._foreach_mul_(treated, plan.factor)
@@ -117,6 +117,13 @@ def apply_eagerly(
             torch._foreach_mul_(treated, coefficient)
     rest = iter(treated)
     return [None if grad is None else next(rest) for grad in grads], norm
+
+
+def _copied(grad: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return a copy, in fp32 if 16 bits have no room for the product with ``factor``."""
+    if factor != 1.0 and grad.dtype in (torch.float16, torch.bfloat16):
+        return grad.float()
+    return grad.clone()
 
 
 def root(total: float, order: float) -> float:

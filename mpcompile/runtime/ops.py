@@ -17,6 +17,7 @@ import torch
 
 from mpcompile.errors import CaptureError
 from mpcompile.runtime.grads import GradPlan
+from mpcompile.runtime.guarding import guarded_plan
 from mpcompile.runtime.structure import SINGLE_TENSOR
 from mpcompile.runtime.tracing import step_code
 
@@ -81,6 +82,7 @@ def run_update(
     grads: Sequence[torch.Tensor | None],
     given: Sequence[bool],
     plan: GradPlan | None = None,
+    is_scaled: bool = False,
 ) -> Outcome:
     """Run the update behind ``handle``.
 
@@ -89,11 +91,15 @@ def run_update(
         grads: one for each parameter, in the order of the groups; None leaves a parameter out.
         given: where False, the parameter's own ``.grad`` counts instead.
         plan: what happens to the gradients first.
+        is_scaled: the graph left ``grads`` as the loss scale made them.
     """
     update = find(handle)
     if not all(given):
         own = [param.grad for group in update.optimizer.param_groups for param in group["params"]]
         grads = [g if is_given else p for g, p, is_given in zip(grads, own, given, strict=True)]
+    if update.loss_scale is not None:
+        scale, optimizer = update.loss_scale, update.optimizer
+        plan = guarded_plan(plan or GradPlan(), scale, optimizer, grads, is_scaled)
     return update.run(grads, plan)
 
 

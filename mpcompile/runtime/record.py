@@ -46,6 +46,29 @@ class UpdateRecord:
     kernels: tuple[KernelRecord, ...]
 
 
+@dataclass(frozen=True)
+class ScaleRecord:
+    """The loss scale of a step.
+
+    Attributes:
+        scale: what it is now.
+        policy: how it changes, in words.
+        overflows: steps that overflowed so far.
+        falls: how many of the last steps overflowed one after the other, each halving the scale.
+        at_floor: the last overflow met the scale at its floor.
+        first: whose gradient overflowed first in the last overflow, or ''.
+        own_scale: power of two by which the program scales its loss itself, 1 if it does not.
+    """
+
+    scale: float
+    policy: str
+    overflows: int
+    falls: int
+    at_floor: bool
+    first: str
+    own_scale: float
+
+
 @functools.cache
 def memory_bandwidth(num_threads: int) -> float:
     """Return the bytes a second that ``num_threads`` threads read and write, from a copy."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from mpcompile.errors import CodegenError
 from mpcompile.runtime import dispatch, trial
 from mpcompile.runtime.classes import Classes, Member
 from mpcompile.runtime.grads import GradPlan, apply_eagerly
+from mpcompile.runtime.loss_scale import LossScale
 from mpcompile.runtime.norms import NormKernels
 from mpcompile.runtime.prepared import GradTreatment, Prepared
 from mpcompile.runtime.record import KernelRecord, UpdateRecord
@@ -59,6 +60,7 @@ class OptimizerUpdate:
         self._own: dict[Any, Any] = {}
         self.reason = _refusal(optimizer)
         self.handle = ""
+        self.loss_scale: LossScale | None = None
         self.num_prepared = 0
         self._tried: set[tuple[str, bool]] = set()
 
@@ -86,7 +88,8 @@ class OptimizerUpdate:
         """
         plan = plan or GradPlan()
         if plan.skip is not None and bool(plan.skip.item()):
-            return Outcome(fused=not self.reason, reason=self.reason, skipped=True)
+            _, norm = apply_eagerly(replace(plan, write=False), grads or [])
+            return Outcome(not self.reason, self.reason, norm, skipped=True)
         self._grad_mode = torch.is_grad_enabled()
         own = grads is None
         with torch.no_grad():

@@ -11,6 +11,8 @@ import torch
 
 from mpcompile.runtime import ops
 from mpcompile.runtime.grads import GradPlan
+from mpcompile.runtime.guarding import guarded_plan
+from mpcompile.runtime.loss_scale import LossScale
 from mpcompile.runtime.record import UpdateRecord
 from mpcompile.runtime.update import AMP_NAMES, OptimizerUpdate
 
@@ -24,8 +26,13 @@ class Updates:
     An update is kept by its optimizer, so that it goes when the optimizer goes.
     """
 
-    def __init__(self, cache_dir: Path | None = None, fused: bool = True) -> None:
-        self._cache_dir = cache_dir
+    def __init__(
+        self,
+        cache_dir: Path | None = None,
+        fused: bool = True,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self._cache_dir, self._loss_scale = cache_dir, loss_scale
         self._fused = fused
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -41,6 +48,7 @@ class Updates:
             update = kept[self] = OptimizerUpdate(optimizer, original, self._cache_dir)
             if not self._fused:
                 update.reason = NOT_FUSED
+            update.loss_scale = self._loss_scale
             self._optimizers.add(optimizer)
             ops.register(update)
         return update
@@ -49,7 +57,11 @@ class Updates:
         self, optimizer: torch.optim.Optimizer, original: Callable[[torch.optim.Optimizer], Any]
     ) -> None:
         """Update the parameters of ``optimizer`` from their ``.grad``; a step in its place."""
-        self.of(optimizer, original).run(plan=amp_plan(optimizer))
+        plan = amp_plan(optimizer)
+        if self._loss_scale is not None:
+            grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+            plan = guarded_plan(plan, self._loss_scale, optimizer, grads)
+        self.of(optimizer, original).run(plan=plan)
 
     def records(self) -> list[UpdateRecord]:
         """Return what each update does."""

@@ -1,0 +1,35 @@
+"""What a loss scale adds to the plan of an update: whether to skip it, and what unscales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from mpcompile.runtime.grads import GradPlan
+from mpcompile.runtime.loss_scale import LossScale
+
+
+def guarded_plan(
+    plan: GradPlan,
+    loss_scale: LossScale,
+    optimizer: torch.optim.Optimizer,
+    grads: Sequence[torch.Tensor | None],
+    is_scaled: bool = False,
+) -> GradPlan:
+    """Return ``plan`` with the verdict of ``loss_scale`` on the gradients.
+
+    Args:
+        plan: what else happens to the gradients.
+        loss_scale: of the step.
+        optimizer: what is updated.
+        grads: what the update reads.
+        is_scaled: the graph left ``grads`` scaled; the update unscales them.
+    """
+    skip = loss_scale.skip_for(optimizer, grads)
+    if plan.skip is not None:
+        skip = skip.logical_or(plan.skip)
+    if is_scaled:  # a CPU number: reading it waits for nothing
+        plan = replace(plan, factor=plan.factor * float(loss_scale.inverse(skip.device)))
+    return replace(plan, skip=skip)

@@ -1,0 +1,351 @@
+"""The loss scale of one compiled step: it lives on the device and changes there.
+
+No value is read on the host to decide anything, so nothing waits for the device and a CUDA graph
+may hold all of it. Scales are powers of two: scaling and unscaling lose no bit.
+
+A step is over when a call ends in which an optimizer updated. Overflows are noted per graph; an
+update is skipped if what it reads is not finite, or if a graph that gave it gradients overflowed:
+a clamp between the two must not hide it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpcompile.errors import CaptureError, ConfigError
+from mpcompile.runtime.buffers import BufferSnapshots
+from mpcompile.runtime.record import ScaleRecord
+from mpcompile.runtime.scale_policy import ScalePolicy
+from mpcompile.runtime.scale_state import FIELD_NAMES, DeviceState, Field, real_tensors
+from mpcompile.runtime.scale_watch import ScaleWatch
+
+_scales: weakref.WeakValueDictionary[str, LossScale] = weakref.WeakValueDictionary()
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_counter = itertools.count()
+
+
+@dataclass
+class ScaledRegion:
+    """What one graph has to do with the scale; the pass and the rewriter fill it in.
+
+    Attributes:
+        scale: whose graph it is.
+        source: its number among the sources of names.
+        fed: positions of the inputs that its backward gives gradients to.
+        buffers: positions of the buffers that its forward writes to.
+        params: ids of the tensors at ``fed`` in the last forward.
+        flag: whether its backward overflowed since the last step; of an update, whether it is
+            skipped. It stays where it is, as CUDA graphs write to it.
+        updates: whether the graph is an update.
+        folded: names of the updates that get scaled gradients from here, and unscale them.
+    """
+
+    scale: LossScale
+    source: int
+    fed: tuple[int, ...] = ()
+    buffers: tuple[int, ...] = ()
+    params: frozenset[int] = frozenset()
+    flag: Tensor | None = None
+    updates: bool = False
+    folded: frozenset[str] = frozenset()
+
+    def prepare(self, device: torch.device, names: Iterable[str]) -> None:
+        """Make room on ``device`` for what the graph notes of gradients with these names."""
+        with real_tensors():
+            self.flag = torch.zeros((), dtype=torch.bool, device=device)
+        self.scale.state(device)
+        self.scale.names[self.source] = tuple(names)
+
+    def before(self, inputs: Sequence[Any]) -> None:
+        """Note who gets the gradients, and keep what the buffers hold."""
+        self.params = frozenset(id(inputs[i]) for i in self.fed)
+        if self.buffers:
+            self.scale.buffers.keep([inputs[i] for i in self.buffers], self)
+
+    def after(self) -> None:
+        """Note that an update ran."""
+        if self.updates and self.flag is not None:
+            self.scale.end_update(self.flag, None)
+
+    def feeds(self, params: frozenset[int] | None) -> bool:
+        """Whether any of ``params`` gets gradients here; a graph without backward goes with all."""
+        return params is None or not self.fed or not params.isdisjoint(self.params)
+
+
+class LossScale:
+    """Scale, overflow flags and snapshots of one compiled step.
+
+    Attributes:
+        policy: how the scale changes.
+        handle: what graphs know it by.
+        buffers: what buffers held before the forward of the step.
+        has_updated: an optimizer was part of the step so far.
+        was_asked: the program asks by itself whether a step was skipped.
+        tells_of_trouble: warn of falls in a row and such.
+        names: what each source calls the gradients whose sums it hands in, in that order.
+    """
+
+    def __init__(self, policy: ScalePolicy) -> None:
+        self.policy = policy
+        self.handle = f"loss-scale-{next(_counter)}"
+        self.buffers = BufferSnapshots()
+        self._watch = ScaleWatch(self)
+        self.names: list[tuple[str, ...]] = []
+        self.has_updated = False
+        self.was_asked = False
+        self.tells_of_trouble = True
+        self._updates = 0
+        self._running = 0
+        self._lock = threading.Lock()
+        self._states: dict[torch.device, DeviceState] = {}
+        self._regions: list[ScaledRegion] = []
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
+        self._optimizers = weakref.WeakKeyDictionary()
+        _scales[self.handle] = self
+
+    # --- what graphs do --------------------------------------------------------------------------
+
+    def add_region(self) -> ScaledRegion:
+        """Return a new graph's part in the scale."""
+        region = ScaledRegion(self, len(self.names))
+        self.names.append(())
+        self._regions.append(region)
+        return region
+
+    def state(self, device: torch.device) -> DeviceState:
+        """Return the state on ``device``; make it if need be."""
+        if device not in self._states:
+            with self._lock:
+                self._states.setdefault(device, DeviceState(self.policy, device))
+        return self._states[device]
+
+    def factors(self, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return what a backward multiplies its tangents by, and what undoes it.
+
+        If the program scales its loss by itself, ours makes up for the rest only.
+
+        Raises:
+            CaptureError: backward runs outside the compiled function, and nobody scales the loss.
+        """
+        state = self.state(tangents[0].device)
+        if not self._running:
+            self._check_scaled_outside()
+            return state.one.clone(), state.one.clone()
+        seed = state.seed(tangents)
+        scale = torch.maximum(state[Field.SCALE] / seed, self._least(state))
+        return scale, scale.reciprocal()
+
+    def _least(self, state: DeviceState) -> Tensor:
+        """A program that scales by more than we would is left alone."""
+        return torch.minimum(state[Field.SCALE], state.one)
+
+    def _check_scaled_outside(self) -> None:
+        if self.policy.is_static and self.policy.initial == 1.0:
+            return
+        raise CaptureError(
+            "float16: backward runs outside the compiled function, so the optimizer does too and "
+            "cannot be told to skip a step whose gradients overflowed. Compile the whole step with "
+            "backward() and opt.step() in it, or use dtype='bfloat16', which needs no scaling; or "
+            "scale the loss yourself (torch.amp.GradScaler) and say options={'loss_scale': 1}."
+        )
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """Return what unscales gradients that a graph has left scaled for an update."""
+        return self.state(device)[Field.INVERSE]
+
+    def note(self, source: int, sums: Sequence[Tensor]) -> None:
+        """Note whether the gradients with these ``sums`` overflowed."""
+        found = self.state(sums[0].device).note(source, _not_finite(sums))
+        for region in self._regions:
+            if region.source == source and region.flag is not None:
+                region.flag.logical_or_(found)
+
+    def skip_in_graph(self, source: int, sums: Sequence[Tensor]) -> Tensor:
+        """Return a flag: whether an update in a graph, which reads ``sums``, is to be left out."""
+        device = sums[0].device
+        found = self.state(device).note(source, _not_finite(sums))
+        skip = torch.stack([found, *self._flags(device, None)]).any()
+        for region in self._regions:
+            if region.source == source and region.flag is not None:
+                region.flag.copy_(skip)
+        return skip
+
+    def skipping(self, device: torch.device) -> Tensor:
+        """Return a flag: whether an update of this step was skipped so far."""
+        return self.state(device)[Field.SKIPPING] > 0
+
+    # --- what updates do -------------------------------------------------------------------------
+
+    def skip_for(self, optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None]) -> Tensor:
+        """Return a flag: whether ``optimizer`` is to leave out the step that reads ``grads``.
+
+        Buffers that the step's forward wrote to are put back if so, without a wait.
+        """
+        groups = optimizer.param_groups
+        params = frozenset(id(param) for group in groups for param in group["params"])
+        present = [grad for grad in grads if grad is not None]
+        device = present[0].device if present else torch.device("cpu")
+        flags = self._flags(device, params)
+        if present:
+            bad = _not_finite(sums_of(present))
+            flags.append(self.state(device).note(self._source_of(optimizer, grads), bad))
+        skip = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool)
+        self.end_update(skip, params)
+        return skip
+
+    def end_update(self, skip: Tensor, params: frozenset[int] | None) -> None:
+        """Note that an update of ``params`` (None: any) has been decided on."""
+        self._updates += 1
+        self.has_updated = True
+        self.state(skip.device)[Field.SKIPPING].logical_or_(skip)
+        self.buffers.settle(skip, lambda region: region.feeds(params))
+
+    def _flags(self, device: torch.device, params: frozenset[int] | None) -> list[Tensor]:
+        return [
+            region.flag.to(device, non_blocking=True)
+            for region in self._regions
+            if region.flag is not None and not region.updates and region.feeds(params)
+        ]
+
+    def _source_of(self, optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None]) -> int:
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = len(self.names)
+            self.names.append(())
+        source = self._optimizers[optimizer]
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        if len(self.names[source]) != len(present):
+            kind = type(optimizer).__name__
+            self.names[source] = tuple(f"parameter {i} of {kind}" for i in present)
+        return source
+
+    # --- what calls do ---------------------------------------------------------------------------
+
+    def begin_call(self) -> None:
+        """Note that a call of the compiled function begins."""
+        self._watch.poll()
+        self._running += 1
+        self._updates = 0
+
+    def end_call(self, failed: bool) -> None:
+        """Note that a call ends, and with it a step if an optimizer updated or none ever did."""
+        self._running -= 1
+        is_step = self._updates > 0 or not self.has_updated
+        if failed or self._running or not is_step:
+            return
+        for state in self._states.values():
+            state.advance(self.policy)
+        flags = [region.flag for region in self._regions if region.flag is not None]
+        if flags:
+            torch._foreach_zero_(flags)
+        self.buffers.forget()
+        if self.tells_of_trouble:
+            self._watch.copy()
+            self._watch.poll()
+
+    def has_skipped(self) -> bool:
+        """Whether the last step was skipped; waits for the device."""
+        return any(bool(state[Field.SKIPPED]) for state in self._states.values())
+
+    def skipped(self) -> Tensor:
+        """Return a flag on the device: the last step overflowed, its updates were skipped."""
+        self.was_asked = True
+        flags = [state[Field.SKIPPED] > 0 for state in self._states.values()]
+        if not flags:
+            return torch.zeros((), dtype=torch.bool)
+        return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
+
+    # --- checkpoints and reports -----------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Return the state by device; this waits for the device."""
+        return {
+            str(device): dict(zip(FIELD_NAMES, state.values.tolist(), strict=True))
+            for device, state in self._states.items()
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Mapping[str, float]]) -> None:
+        """Take over what ``state_dict`` gave.
+
+        Raises:
+            ConfigError: it is not from ``state_dict`` of this version.
+        """
+        for device, numbers in saved.items():
+            missing = [name for name in FIELD_NAMES if name not in numbers]
+            if missing:
+                raise ConfigError(
+                    f"load_state_dict: the loss scale of {device} lacks {', '.join(missing)}. Load "
+                    "what mpcompile.state_dict(step) returned, unchanged."
+                )
+            values = torch.tensor([float(numbers[name]) for name in FIELD_NAMES])
+            self.state(torch.device(device)).values.copy_(values)
+
+    def record(self) -> ScaleRecord | None:
+        """Return the state for reports, or None if no graph was scaled; waits for the device."""
+        for values in self.snapshot():
+            return self.read(values)
+        return None
+
+    def read(self, values: Tensor) -> ScaleRecord:
+        """Return what ``values``, a copy of the state of a device, say."""
+        now = dict(zip(Field, values.tolist(), strict=True))
+        return ScaleRecord(
+            scale=now[Field.SCALE],
+            policy=str(self.policy),
+            overflows=int(now[Field.OVERFLOWS]),
+            falls=int(now[Field.FALLS]),
+            at_floor=bool(now[Field.AT_FLOOR]),
+            first=self._name_of(now[Field.SOURCE], now[Field.POSITION]),
+            own_scale=now[Field.SEED],
+        )
+
+    def snapshot(self) -> list[Tensor]:
+        """Return the state of each device, to be copied by whoever watches."""
+        return [state.values.detach() for state in self._states.values()]
+
+    def _name_of(self, source: float, position: float) -> str:
+        names = self.names[int(source)] if 0 <= source < len(self.names) else ()
+        return names[int(position)] if position < len(names) else ""
+
+
+def find_scale(handle: str) -> LossScale:
+    """Return the scale behind ``handle``.
+
+    Raises:
+        CaptureError: there is none; the graph belongs to a step that is gone.
+    """
+    scale = _scales.get(handle)
+    if scale is None:
+        raise CaptureError(
+            f"mpcompile::loss_scale: no step has the loss scale {handle}. The graph was compiled "
+            "for one that is gone; compile the step again."
+        )
+    return scale
+
+
+def sums_of(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return for each gradient a number that is not finite if an element is not.
+
+    On a GPU that is the largest magnitude, for which there is one kernel over all tensors; on a CPU
+    the sum, for which there is a fast one.
+    """
+    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    if any(grad.device.type == "cpu" or not grad.numel() for grad in dense):
+        return [grad.sum(dtype=_WIDE.get(grad.dtype)) for grad in dense]
+    return list(torch._foreach_norm(dense, float("inf")))
+
+
+def _not_finite(sums: Sequence[Tensor]) -> Tensor:
+    """Return a flag for each of ``sums``."""
+    first = sums[0]
+    if all(item.dtype is first.dtype and item.device == first.device for item in sums):
+        return ~torch.stack(list(sums)).isfinite()
+    flags = [item.isfinite().to(first.device, non_blocking=True) for item in sums]
+    return ~torch.stack(flags)
