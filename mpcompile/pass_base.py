@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from mpcompile.config import Config
 from mpcompile.graph.roles import Roles
 from mpcompile.precision import TABLES, Table
+from mpcompile.runtime.loss_scale import ScaledRegion
 
 
 class Stage(enum.Enum):
@@ -39,6 +40,10 @@ class PassContext:
         assigned: precision by node name that the user read from a file, for this region.
         used_overrides: entries of ``keep_fp32`` and ``keep_half`` that named a node; written by
             the pass that reads them, so that one which names nothing can be reported.
+        scaled: the graph's part in the loss scale; None if nothing is scaled.
+        updates_read: by name of an update, which outputs are gradients that nothing else reads;
+            they may stay scaled.
+        input_names: what the user calls each input of Dynamo's graph, in order.
     """
 
     config: Config
@@ -46,6 +51,9 @@ class PassContext:
     roles: Roles | None = None
     assigned: Mapping[str, str] = field(default_factory=dict)
     used_overrides: set[str] = field(default_factory=set)
+    scaled: ScaledRegion | None = None
+    updates_read: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    input_names: tuple[str, ...] = ()
 
     @property
     def half(self) -> torch.dtype:

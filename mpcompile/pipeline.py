@@ -5,12 +5,20 @@ from __future__ import annotations
 from mpcompile.config import Config
 from mpcompile.pass_base import GraphPass
 from mpcompile.pass_manager import PassManager
-from mpcompile.passes import AssignPrecision, CastComposites, FoldCasts, FuseUpdates, InsertCasts
+from mpcompile.passes import (
+    AssignPrecision,
+    CastComposites,
+    FoldCasts,
+    FuseUpdates,
+    InsertCasts,
+    ScaleLoss,
+)
 
 PIPELINE: tuple[GraphPass, ...] = (
     CastComposites(),
     AssignPrecision(),
     InsertCasts(),
+    ScaleLoss(),
     FoldCasts(),
     FuseUpdates(),
 )

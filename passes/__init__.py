@@ -8,5 +8,13 @@ from mpcompile.passes.cast_composites import CastComposites
 from mpcompile.passes.fold_casts import FoldCasts
 from mpcompile.passes.fuse_updates import FuseUpdates
 from mpcompile.passes.insert_casts import InsertCasts
+from mpcompile.passes.scale_loss import ScaleLoss
 
-__all__ = ["AssignPrecision", "CastComposites", "FoldCasts", "FuseUpdates", "InsertCasts"]
+__all__ = [
+    "AssignPrecision",
+    "CastComposites",
+    "FoldCasts",
+    "FuseUpdates",
+    "InsertCasts",
+    "ScaleLoss",
+]

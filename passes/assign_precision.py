@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from mpcompile.graph import decisions, nodes
+from mpcompile.graph.half_range import out_of_range
 from mpcompile.graph.kernels import has_half_kernel
 from mpcompile.graph.links import Links, find_links
 from mpcompile.graph.overrides import Override, build_overrides, find_override
@@ -53,10 +54,16 @@ class AssignPrecision(GraphPass):
             ctx,
             build_overrides(ctx.config.keep_fp32, ctx.config.keep_half),
             find_links(gm.graph),
+            out_of_range(gm.graph, ctx.table) if _has_small_range(ctx) else {},
         )
         for node in gm.graph.nodes:
             painter.paint(node)
         return sum(decision.precision.stores_half for decision in painter.decided.values())
+
+
+def _has_small_range(ctx: PassContext) -> bool:
+    """Whether constants are looked at; autocast's tables do what autocast does."""
+    return ctx.half is torch.float16 and ctx.table.ruled_backward
 
 
 class _State(enum.Enum):
@@ -81,6 +88,7 @@ class _Painter:
     ctx: PassContext
     overrides: tuple[Override, ...]
     links: Links
+    unfit: dict[Node, str]
     states: dict[Node, _State] = field(default_factory=dict)
     decided: dict[Node, Decision] = field(default_factory=dict)
     feeding: dict[Node, Node | None] = field(default_factory=dict)
@@ -137,9 +145,7 @@ class _Painter:
         self.decided[node] = decision
 
     def _decide(self, node: Node) -> None:
-        decision = self._supported(
-            node, self._overridden(node) or self._pinned(node) or self._ruled(node)
-        )
+        decision = self._supported(node, self._given(node) or self._ruled(node))
         numbers = all(tensor.dim() == 0 for tensor in nodes.tensor_values(node))
         if numbers and decision.precision.stores_half and self.table.ruled_backward:
             decision = Decision(Precision.FP32, "a single number: nothing to win in 16 bits")
@@ -149,6 +155,8 @@ class _Painter:
     def _result_state(self, node: Node, precision: Precision) -> _State:
         if precision.stores_half:
             return _State.HALF
+        if node in self.unfit:
+            return _State.FP32
         val = nodes.value(node)
         scalar = isinstance(val, Tensor) and val.dim() == 0
         moved = self._entry(node).rule is Rule.MOVE
@@ -161,6 +169,12 @@ class _Painter:
         return self.table.entry(nodes.op_name(node))
 
     # --- who decides: override, pin, rule --------------------------------------------------------
+
+    def _given(self, node: Node) -> Decision | None:
+        """Return what is decided before the table is asked."""
+        given = self._overridden(node) or self._pinned(node)
+        unfit = self.unfit.get(node)
+        return given or (Decision(Precision.FP32, unfit) if unfit else None)
 
     def _overridden(self, node: Node) -> Decision | None:
         given = self.ctx.assigned.get(node.name)
@@ -340,7 +354,7 @@ class _Painter:
             return self.feeding[reader]
         if nodes.is_backward(reader) or not self._is_eligible(reader):
             return None
-        choice = self._overridden(reader) or self._pinned(reader)
+        choice = self._given(reader)
         if choice is not None:
             return None if choice.precision.computes_half else reader
         return reader if self._entry(reader).rule is Rule.FP32 else None
@@ -357,7 +371,7 @@ class _Painter:
         return (
             rule in (Rule.MOVE, Rule.NEUTRAL, Rule.EXACT, Rule.RANDOM)
             and self._is_eligible(reader)
-            and (self._overridden(reader) or self._pinned(reader)) is None
+            and self._given(reader) is None
             and self._has_one_input(reader)
         )
 

@@ -21,9 +21,13 @@ _PRIVATE = "mpcompile_private"
 
 def mark_private(graph: Graph, positions: Collection[int]) -> None:
     """Note that only the runtime sees the outputs at ``positions`` of the traced function."""
-    output = graph.output_node()
-    descs = output.meta.get("desc") or ()
-    output.meta[_PRIVATE] = frozenset(
+    graph.output_node().meta[_PRIVATE] = frozenset(positions_of(graph, positions))
+
+
+def positions_of(graph: Graph, positions: Collection[int]) -> tuple[int, ...]:
+    """Return where the graph has the outputs at ``positions`` of the traced function."""
+    descs = graph.output_node().meta.get("desc") or ()
+    return tuple(
         index
         for index, desc in enumerate(descs)
         if isinstance(desc, PlainAOTOutput) and desc.idx in positions

@@ -63,6 +63,17 @@ def is_half(node: Node) -> bool:
     return dtype_of(node) in HALF_DTYPES
 
 
+def is_strided(node: Node) -> bool:
+    """Whether ``node`` gives one dense tensor, as opposed to a sparse one."""
+    val = value(node)
+    return isinstance(val, Tensor) and val.layout is torch.strided
+
+
+def is_tuple(node: Node) -> bool:
+    """Whether ``node`` has several results."""
+    return isinstance(value(node), (tuple, list))
+
+
 def op_name(node: Node) -> str:
     """Return the overload packet's name, ``aten.mm`` for ``aten.mm.default``."""
     target = node.target
@@ -252,6 +263,21 @@ def call_after(
         copy_tags(anchor, node)
     node.meta["val"] = compute_value(node)
     return node
+
+
+def pick_result(source: Node, index: int) -> Node:
+    """Insert a node that picks one of the results of ``source``, right behind it."""
+    with source.graph.inserting_after(source):
+        node = source.graph.call_function(operator.getitem, (source, index))
+    copy_tags(source, node)
+    node.meta["val"] = value(source)[index]
+    return node
+
+
+def mark_backward(node: Node) -> None:
+    """Tag ``node`` as one that autograd made while it ran backward."""
+    node.meta["partitioner_tag"] = "is_backward"
+    node.meta["autograd_backward"] = True
 
 
 def _last_placeholder(node: Node) -> Node:

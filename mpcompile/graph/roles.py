@@ -114,7 +114,7 @@ def _input_role(node: Node, input_roles: Sequence[InputRole]) -> InputRole:
 
 def _mutated_inputs(graph: Graph) -> Iterator[Node]:
     for node in graph.nodes:
-        target = _written_input(node)
+        target = written_input(node)
         if target is not None:
             yield target
     for desc in graph.output_node().meta.get("desc") or ():
@@ -151,7 +151,7 @@ def _output_roles(graph: Graph) -> Iterator[OutputRole]:
             yield OutputRole.VALUE
 
 
-def _written_input(node: Node) -> Node | None:
+def written_input(node: Node) -> Node | None:
     """Return the graph input that ``node`` copies a value into, or None."""
     target = node.args[0] if node.target is torch.ops.aten.copy_.default else None
     if isinstance(target, Node) and target.op in ("placeholder", "get_attr"):
@@ -161,7 +161,7 @@ def _written_input(node: Node) -> Node | None:
 
 def is_visible_reader(node: Node) -> bool:
     """Whether what ``node`` reads can be seen by the user: the output, a write into an input."""
-    return node.op == "output" or _written_input(node) is not None
+    return node.op == "output" or written_input(node) is not None
 
 
 def visible_values(graph: Graph) -> list[tuple[str, Node]]:
@@ -179,7 +179,7 @@ def visible_values(graph: Graph) -> list[tuple[str, Node]]:
                 for index, node in enumerate(outputs)
                 if isinstance(node, Node) and index not in private
             ]
-        elif (target := _written_input(reader)) is not None:
+        elif (target := written_input(reader)) is not None:
             source = reader.args[1]
             assert isinstance(source, Node)
             seen.append((f"what is written to %{target.name}", source))
