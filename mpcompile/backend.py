@@ -15,7 +15,7 @@ from mpcompile.capture.session import Session, build_context, current_session, s
 from mpcompile.capture.snapshot import restored
 from mpcompile.capture.whole import compile_graph
 from mpcompile.config import Config, is_disabled
-from mpcompile.errors import CaptureError
+from mpcompile.errors import CaptureError, ConfigError
 from mpcompile.inspection.report import StepReport
 from mpcompile.lowering import Compiled, lower_stock
 
@@ -55,7 +55,8 @@ def explain(
 
     Parameters, buffers, gradients, optimizer state, random state and the Python state that the step
     reaches are as before afterwards. The graphs are run op by op (``lowering="eager"``), so no
-    kernel is generated; they are the ones that Inductor would get.
+    kernel is generated; they are the ones that Inductor would get. In float16 the report names the
+    node that gave the first Inf or NaN, if one did.
 
     Args:
         step: the plain step, or what ``torch.compile`` returned for it.
@@ -71,10 +72,16 @@ def explain(
     known = session_of(step)
     config = Config.from_options(options) if options is not None or known is None else known.config
     session = Session(dataclasses.replace(config, lowering="eager"))
+    if session.loss_scale is not None:
+        session.watches_overflow, session.loss_scale.tells_of_trouble = True, False
+        if known is not None and known.loss_scale is not None:
+            session.loss_scale.load_state_dict(known.loss_scale.state_dict())
     original = dynamo_api.original_of(step)
     compiled: Any = torch.compile(original, backend=functools.partial(_compile_for, session))
     with restored(original, args, kwargs), session.running():
         compiled(*args, **kwargs)
+    if session.loss_scale is not None:
+        session.report.loss_scale = session.loss_scale.record()
     return session.report
 
 
@@ -91,14 +98,74 @@ def last_report(step: Any) -> StepReport:
     Raises:
         CaptureError: ``step`` was not compiled with this backend.
     """
+    session = _session("last_report", step)
+    if session.loss_scale is not None:
+        session.report.loss_scale = session.loss_scale.record()
+    return session.report
+
+
+def skipped(step: Any) -> torch.Tensor:
+    """Return whether the last step was skipped because its gradients overflowed in float16.
+
+    It is a tensor of one bool on the device of the step; nothing waits for the device until it is
+    read. Gate a learning-rate schedule with it, or an optimizer that is not part of the step.
+
+    Args:
+        step: what ``torch.compile(..., backend="mpcompile")`` returned.
+
+    Raises:
+        CaptureError: ``step`` was not compiled with this backend.
+    """
+    scale = _session("skipped", step).loss_scale
+    return torch.zeros((), dtype=torch.bool) if scale is None else scale.skipped()
+
+
+def state_dict(step: Any) -> dict[str, Any]:
+    """Return what a checkpoint needs beside model and optimizer: the loss scale, plain numbers.
+
+    Args:
+        step: what ``torch.compile(..., backend="mpcompile")`` returned.
+
+    Raises:
+        CaptureError: ``step`` was not compiled with this backend.
+    """
+    scale = _session("state_dict", step).loss_scale
+    return {"loss_scale": {} if scale is None else scale.state_dict()}
+
+
+def load_state_dict(step: Any, state: Mapping[str, Any]) -> None:
+    """Take over what ``state_dict`` returned, in this or another process.
+
+    A step that does not scale its loss ignores it, so dtypes may change between runs.
+
+    Args:
+        step: what ``torch.compile(..., backend="mpcompile")`` returned.
+        state: what ``state_dict`` returned.
+
+    Raises:
+        CaptureError: ``step`` was not compiled with this backend.
+        ConfigError: ``state`` is something else.
+    """
+    scale = _session("load_state_dict", step).loss_scale
+    if "loss_scale" not in state:
+        raise ConfigError(
+            f"load_state_dict: found the entries {', '.join(map(str, state)) or 'none'}, expected "
+            "loss_scale. Load what mpcompile.state_dict(step) returned; model and optimizer have "
+            "state dicts of their own."
+        )
+    if scale is not None:
+        scale.load_state_dict(state["loss_scale"])
+
+
+def _session(caller: str, step: Any) -> Session:
     session = session_of(step)
     if session is None:
         name = getattr(step, "__qualname__", None) or type(step).__name__
         raise CaptureError(
-            f"last_report: {name} is not what torch.compile(..., backend='mpcompile') returned, so "
-            "there is nothing to report. Pass the compiled step itself, not the function in it."
+            f"{caller}: {name} is not what torch.compile(..., backend='mpcompile') returned, so "
+            "nothing is known of it. Pass the compiled step itself, not the function in it."
         )
-    return session.report
+    return session
 
 
 dynamo_api.install_context(build_context, lambda function: function is mpcompile)

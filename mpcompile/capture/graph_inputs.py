@@ -21,12 +21,25 @@ from mpcompile.graph.nodes import HALF_DTYPES
 from mpcompile.graph.roles import InputRole
 
 _BUFFER = re.compile(r"\._buffers\['[^']+'\]$")
+_NAMES = re.compile(r"(?<=\[')[^']+|(?<=\[)\d+|(?<=\.)\w+")
 _STATE = re.compile(r"\.state\[.*\]\['[^']+'\]$|\['state'\]")
 
 
 def input_roles(gm: GraphModule) -> tuple[InputRole, ...]:
     """Return the role of each input of Dynamo's graph, in order."""
     return tuple(_role(node) for node in gm.graph.find_nodes(op="placeholder"))
+
+
+def input_names(gm: GraphModule) -> tuple[str, ...]:
+    """Return what the user calls each input: ``model.0.weight``, or its name in the graph."""
+    return tuple(_user_name(node) for node in gm.graph.find_nodes(op="placeholder"))
+
+
+def _user_name(node: Node) -> str:
+    source = source_of(node)
+    for part in ("._modules", "._parameters", "._buffers"):
+        source = source.replace(part, "")
+    return ".".join(_NAMES.findall(source)) or node.name
 
 
 def source_of(node: Node) -> str:

@@ -5,7 +5,7 @@ A value is dropped after the part that reads it last, so gradients die at the up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ def build_program(
     parts: Sequence[Part],
     compiled: Sequence[Callable[..., Any] | None],
     note_run: Callable[[], None],
+    scaled: Collection[str] = (),
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a function of the inputs of ``gm`` that returns its outputs.
 
@@ -43,11 +44,12 @@ def build_program(
         parts: what it was split into.
         compiled: for each part that is a segment, what runs it.
         note_run: called whenever the program runs.
+        scaled: names of the updates that get their gradients scaled.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     slots = _Slots({node: index for index, node in enumerate(gm.graph.nodes)})
     result: Sequence[Node | None] = gm.graph.output_node().args[0]  # type: ignore[assignment]
-    steps = [_step_of(*item) for item in zip(parts, compiled, strict=True)]
+    steps = [_step_of(*item, scaled) for item in zip(parts, compiled, strict=True)]
     actions = [action(slots) for action, _ in steps]
     dead = _last_reads([reads for _, reads in steps], result, slots)
     size, num_inputs = len(slots.of), len(placeholders)
@@ -69,12 +71,13 @@ def build_program(
 Step = tuple[Callable[[_Slots], Action], Sequence[Node]]
 
 
-def _step_of(part: Part, function: Callable[..., Any] | None) -> Step:
+def _step_of(part: Part, function: Callable[..., Any] | None, scaled: Collection[str]) -> Step:
     """Return what builds the action of ``part``, and the values that it reads."""
     if isinstance(part, ClipCall):
         return _clip_step(part), part.grads
     if isinstance(part, UpdateCall):
-        return _update_step(part), [grad for grad in part.grads if grad is not None]
+        step = _update_step(part, is_scaled=part.node.name in scaled)
+        return step, [grad for grad in part.grads if grad is not None]
     assert function is not None, "segments are compiled"
     return _segment_step(part, function), part.inputs
 
@@ -120,7 +123,7 @@ def _reader(value: Any, slots: _Slots) -> Callable[[Env], float]:
     return lambda env: number
 
 
-def _update_step(update: UpdateCall) -> Callable[[_Slots], Action]:
+def _update_step(update: UpdateCall, is_scaled: bool) -> Callable[[_Slots], Action]:
     clips = update.clips
 
     def bind(slots: _Slots) -> Action:
@@ -132,7 +135,7 @@ def _update_step(update: UpdateCall) -> Callable[[_Slots], Action]:
             bound = [read(env) for read in bounds]
             plan = GradPlan(clips=tuple(map(_planned, clips, bound))) if clips else None
             mine = [None if slot is None else env[slot] for slot in grads]
-            outcome = ops.run_update(update.handle, mine, update.given, plan)
+            outcome = ops.run_update(update.handle, mine, update.given, plan, is_scaled)
             for slot in norms:
                 env[slot] = outcome.norm
 

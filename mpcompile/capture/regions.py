@@ -6,7 +6,7 @@ graph that clips, the optimizer's update, and small change such as ``loss.detach
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch.fx import GraphModule
 import mpcompile
 from mpcompile.capture import dynamo_api, graph_inputs
 from mpcompile.capture.backward_tags import mark_backward
+from mpcompile.capture.overflow import watched
+from mpcompile.capture.scaling import UpdateReads, scaled_call, written_buffers
 from mpcompile.capture.session import Session
 from mpcompile.graph import gradients, nodes
 from mpcompile.graph.printer import format_graph
@@ -39,6 +41,7 @@ def compile_region(
     inputs: Sequence[Any],
     session: Session,
     private: Collection[int] = (),
+    reads: UpdateReads | None = None,
 ) -> Compiled:
     """Compile Dynamo's graph ``gm`` for the step of ``session``.
 
@@ -47,6 +50,7 @@ def compile_region(
         inputs: its inputs, fake or real.
         session: whose step it is.
         private: positions of outputs that only the runtime reads.
+        reads: which of these each update reads; told which of them stay scaled.
 
     Raises:
         CaptureError: an input cannot be handled.
@@ -58,8 +62,17 @@ def compile_region(
     roles = graph_inputs.input_roles(gm)
     region = _begin_report(gm, session)
     ctx = _context(session, region.index)
+    ctx.input_names = graph_inputs.input_names(gm)
     region.add_passes(session.manager.run(Stage.DYNAMO, gm, ctx))
-    return lower(gm, inputs, session.config, RegionRewriter(session, region, roles, ctx, private))
+    ctx.updates_read = {} if reads is None else reads.outputs
+    compiled = lower(
+        gm, inputs, session.config, RegionRewriter(session, region, roles, ctx, private)
+    )
+    if ctx.scaled is None:
+        return compiled
+    if reads is not None:
+        reads.scaled |= ctx.scaled.folded
+    return scaled_call(compiled, ctx.scaled)
 
 
 def _begin_report(gm: GraphModule, session: Session) -> RegionReport:
@@ -81,6 +94,7 @@ def _context(session: Session, region: int) -> PassContext:
         region=region,
         assigned=session.assigned.get(region, {}),
         used_overrides=session.used_overrides,
+        scaled=session.loss_scale.add_region() if session.loss_scale else None,
     )
 
 
@@ -101,6 +115,7 @@ class RegionRewriter:
         self._region = region
         self._input_roles = input_roles
         self._ctx = ctx
+        self._watch = session.note_overflow if session.watches_overflow else None
 
     def is_active(self) -> bool:
         """Whether any ATen pass may change a graph."""
@@ -114,8 +129,14 @@ class RegionRewriter:
         """Run the ATen passes on a joint or inference graph, in place."""
         gradients.mark_private(gm.graph, self._private)
         gradients.drop_copies(gm.graph)
+        self._ctx.updates_read = {
+            name: gradients.positions_of(gm.graph, positions)
+            for name, positions in self._ctx.updates_read.items()
+        }
         roles = find_roles(gm.graph, self._input_roles)
         self._ctx.roles = roles
+        if self._ctx.scaled is not None:
+            self._ctx.scaled.buffers = written_buffers(roles)
         region = self._region
         region.kind = roles.kind
         region.draws_random = any(map(nodes.draws_random, gm.graph.nodes))
@@ -128,9 +149,12 @@ class RegionRewriter:
         if self._ctx.config.report_dir is not None:
             dump_region(region, self._ctx.config.report_dir)
 
-    def observe(self, gm: GraphModule, is_backward: bool) -> None:
-        """Note what a backward graph reads that forward has saved for it."""
+    def observe(self, gm: GraphModule, is_backward: bool) -> Callable[..., Any] | None:
+        """Note what a backward graph reads that forward has saved for it; watch it if asked to."""
         if is_backward and self._region.kind is GraphKind.TRAINING:
             self._region.saved_bytes = measure_saved(gm.graph)
         elif self._region.kind is GraphKind.TRAINING and not self._region.saved_bytes:
             self._region.saved_bytes = measure_values(saved_values(gm.graph))
+        if self._watch is None:
+            return None
+        return watched(gm, self._region.index, is_backward, self._watch)

@@ -21,9 +21,11 @@ from mpcompile.capture.parameter_lists import ParameterLists
 from mpcompile.capture.replay import EXACT, HALF, MOVES, Bounds, Replay
 from mpcompile.config import Config, is_disabled
 from mpcompile.graph.roles import GraphKind
-from mpcompile.inspection.report import StepReport
+from mpcompile.inspection.report import OverflowRecord, StepReport
 from mpcompile.pipeline import build_manager
 from mpcompile.runtime import dispatch, stand_ins
+from mpcompile.runtime.loss_scale import LossScale
+from mpcompile.runtime.scale_policy import ScalePolicy
 from mpcompile.runtime.updates import Updates
 
 _local = threading.local()
@@ -61,6 +63,8 @@ class Session:
         used_overrides: entries of ``keep_fp32`` and ``keep_half`` that named a node.
         updates: the fused updates of the optimizers that the step uses.
         assigned: precision by region and node name that the user read from a file.
+        loss_scale: how gradients are scaled; None if they need not be.
+        watches_overflow: whether graphs are run node by node to find the first Inf or NaN.
     """
 
     def __init__(self, config: Config) -> None:
@@ -69,7 +73,10 @@ class Session:
         self.report = StepReport(config)
         self.used_overrides: set[str] = set()
         self.assigned = read_assignment(config)
-        self.updates = Updates(config.cache_dir, self.manager.is_enabled("fuse-updates"))
+        self.loss_scale = _loss_scale(config)
+        fused = self.manager.is_enabled("fuse-updates")
+        self.updates = Updates(config.cache_dir, fused, self.loss_scale)
+        self.watches_overflow = False
         self._num_calls = 0
         self._num_prepared = 0
         self._whole = config.capture == "whole"
@@ -114,12 +121,16 @@ class Session:
         replay = self._begin_replay()
         remedies.install_for_imported()
         restore_tracing = self._set_tracing()
+        if self.loss_scale is not None:
+            self.loss_scale.begin_call()
         try:
             with self._dispatching():
                 yield
         finally:
             restore_tracing()
             stack.pop()
+            if self.loss_scale is not None:
+                self.loss_scale.end_call(failed=sys.exc_info()[1] is not None)
             self._finish_call(position)
             if sys.exc_info()[1] is None and replay is not None:
                 self._finish_replay(replay, broke=dynamo_api.num_breaks() > position)
@@ -133,6 +144,8 @@ class Session:
 
     def _finish_replay(self, replay: Replay, broke: bool) -> None:
         """Replay the step if it was one graph; evaluation before the first step does not count."""
+        if self._ran_whole and self.loss_scale is not None and self.loss_scale.has_skipped():
+            return  # the eager step would be taken; the next call is compared
         if self._ran_whole and not broke:
             self.report.replayed += 1
             replay.compare(self._bounds())
@@ -149,6 +162,10 @@ class Session:
     def note_whole_run(self) -> None:
         """Note that a graph with its update ran."""
         self._ran_whole = True
+
+    def note_overflow(self, found: OverflowRecord) -> None:
+        """Keep the first overflow of a run."""
+        self.report.overflow = self.report.overflow or found
 
     def _dispatching(self) -> AbstractContextManager[None]:
         """Send ``Optimizer.step`` to the updates; in regions to the originals if fusing is off."""
@@ -202,6 +219,20 @@ class Session:
                 "and nodes there are.",
                 stacklevel=4,
             )
+
+
+def _loss_scale(config: Config) -> LossScale | None:
+    """Return the loss scale of a step, or None if it has none, with a warning if it should."""
+    if config.dtype is not torch.float16:
+        return None
+    if config.is_pass_enabled("scale-loss"):
+        return LossScale(ScalePolicy.from_config(config))
+    warnings.warn(
+        "mpcompile: float16 without scale-loss: gradients below 6e-8 are lost and a step whose "
+        "gradients overflow is taken. Scale the loss yourself, or use dtype='bfloat16'.",
+        stacklevel=2,
+    )
+    return None
 
 
 def explain_limit(error: BaseException) -> None:

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from mpcompile.capture import dynamo_api
 from mpcompile.capture.program import build_program
 from mpcompile.capture.regions import compile_region
+from mpcompile.capture.scaling import UpdateReads
 from mpcompile.capture.segments import (
     ClipCall,
     NotSplittableError,
@@ -44,14 +45,16 @@ def compile_graph(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
         session.leave_to_regions()
         dynamo_api.restart_tracing(str(error))
     compiled, told = [], []
+    scaled: set[str] = set()
     for part in parts:
         before = len(session.report.regions)
         compiled.append(
-            _compile_segment(part, parts, session) if isinstance(part, Segment) else None
+            _compile_segment(part, parts, session, scaled) if isinstance(part, Segment) else None
         )
         told += _tell(part, range(before, len(session.report.regions)))
     session.report.whole.append(" > ".join(told))
-    return dynamo_api.without_dynamo(build_program(gm, parts, compiled, session.note_whole_run))
+    program = build_program(gm, parts, compiled, session.note_whole_run, scaled)
+    return dynamo_api.without_dynamo(program)
 
 
 def _tell(part: Part, regions: range) -> list[str]:
@@ -64,12 +67,33 @@ def _tell(part: Part, regions: range) -> list[str]:
     return [f"region {index}" for index in regions]
 
 
-def _compile_segment(segment: Segment, parts: Sequence[Part], session: Session) -> Compiled:
-    """Compile ``segment``; one that only renames values runs as it stands."""
+def _compile_segment(
+    segment: Segment, parts: Sequence[Part], session: Session, scaled: set[str]
+) -> Compiled:
+    """Compile ``segment``; one that only renames values runs as it stands.
+
+    Names of updates whose gradients it leaves scaled are added to ``scaled``.
+    """
     if is_trivial(segment):
         return segment.gm.forward
     private = _private_outputs(segment, parts)
-    return compile_region(segment.gm, _example_values(segment), session, private)
+    reads = UpdateReads(_read_by_updates(segment, parts, private))
+    compiled = compile_region(segment.gm, _example_values(segment), session, private, reads)
+    scaled |= reads.scaled
+    return compiled
+
+
+def _read_by_updates(
+    segment: Segment, parts: Sequence[Part], private: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    """Return the outputs that an update reads, for each that reads private ones and no others."""
+    positions = {segment.outputs[index]: index for index in private}
+    found = {}
+    for update in (part for part in parts if isinstance(part, UpdateCall)):
+        grads = [grad for grad in update.grads if grad is not None]
+        if grads and all(update.given) and all(grad in positions for grad in grads):
+            found[update.node.name] = tuple(positions[grad] for grad in grads)
+    return found
 
 
 def _private_outputs(segment: Segment, parts: Sequence[Part]) -> list[int]:

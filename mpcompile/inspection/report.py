@@ -12,7 +12,7 @@ from mpcompile.graph.diff import format_diff
 from mpcompile.graph.roles import GraphKind
 from mpcompile.inspection.measure import CastRecord, DecisionRecord, OpTotals
 from mpcompile.pass_base import PassRecord, Stage
-from mpcompile.runtime.record import UpdateRecord
+from mpcompile.runtime.record import ScaleRecord, UpdateRecord
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,25 @@ class GraphPrints:
         index = [record.name for record in self.passes].index(name)
         before = self.passes[index - 1].after if index else self.before
         return format_diff(before, after)
+
+
+@dataclass(frozen=True)
+class OverflowRecord:
+    """The first node of a run that gave Inf or NaN for finite inputs.
+
+    Attributes:
+        region: number of its graph.
+        node: its name.
+        text: the node as graphs are printed.
+        line: the user's line, or ''.
+        is_backward: whether it is in the backward graph.
+    """
+
+    region: int
+    node: str
+    text: str
+    line: str
+    is_backward: bool
 
 
 @dataclass
@@ -130,6 +149,8 @@ class StepReport:
         whole: for each graph that holds its updates, the parts that run in turn.
         replayed: how many steps were replayed eagerly and compared (``check``).
         breaks: why and where graphs ended early: ``(reason, line)``, each once.
+        loss_scale: the loss scale when the report was asked for; None if nothing was scaled.
+        overflow: where the first Inf or NaN came from; only ``explain`` in float16 looks for it.
     """
 
     config: Config
@@ -138,6 +159,8 @@ class StepReport:
     updates: list[UpdateRecord] = field(default_factory=list)
     whole: list[str] = field(default_factory=list)
     replayed: int = 0
+    loss_scale: ScaleRecord | None = None
+    overflow: OverflowRecord | None = None
 
     def add_break(self, reason: str, line: str) -> None:
         """Note a graph break; repeats are dropped."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tabulate import tabulate
 
-from mpcompile.inspection.report import RegionReport, StepReport
+from mpcompile.inspection.report import OverflowRecord, RegionReport, StepReport
 from mpcompile.pass_base import PassRecord
-from mpcompile.runtime.record import UpdateRecord
+from mpcompile.runtime.record import ScaleRecord, UpdateRecord
 
 _MAX_CASTS = 20
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -26,6 +26,8 @@ def format_report(report: StepReport) -> str:
         _title("Saved for backward", _format_saved(report.regions)),
         _title("Casts", _format_casts(report.regions)),
         _title("Updates", _format_updates(report.updates)),
+        _title("Loss scale", _format_loss_scale(report.loss_scale)),
+        _title("First Inf or NaN", _format_overflow(report.overflow)),
     ]
     dtype = str(report.config.dtype).removeprefix("torch.")
     head = (
@@ -155,6 +157,24 @@ def _format_updates(updates: Sequence[UpdateRecord]) -> str:
             rows.append((update.optimizer, reason, "", "", "", ""))
     headers = ("optimizer", "kernel, or why none", "tensors", "read", "written", "bound ms")
     return _table(rows, headers)
+
+
+def _format_loss_scale(record: ScaleRecord | None) -> str:
+    if record is None:
+        return ""
+    own = "none" if record.own_scale == 1 else f"{record.own_scale:g}"
+    first = record.first or "none so far"
+    row = (f"{record.scale:g}", record.policy, record.overflows, first, own)
+    headers = ("scale", "policy", "overflows", "first gradient", "scaling by the program")
+    return _table([row], headers)
+
+
+def _format_overflow(record: OverflowRecord | None) -> str:
+    if record is None:
+        return ""
+    part = "backward" if record.is_backward else "forward"
+    row = (record.region, part, record.text, record.line)
+    return _table([row], ("region", "graph", "node", "line"))
 
 
 def _format_casts(regions: Sequence[RegionReport]) -> str:

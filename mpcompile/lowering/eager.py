@@ -50,9 +50,8 @@ def lower(gm: GraphModule, inputs: Sequence[Any], rewriter: Rewriter) -> Compile
 
 
 def _run_as_is(graph: GraphModule, rewriter: Rewriter, is_backward: bool) -> Compiled:
-    rewriter.observe(graph, is_backward)
     _allow_other_strides(graph)
-    boxed: Compiled = make_boxed_func(graph.forward)
+    boxed: Compiled = make_boxed_func(rewriter.observe(graph, is_backward) or graph.forward)
     return boxed
 
 

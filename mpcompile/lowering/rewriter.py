@@ -27,8 +27,11 @@ class Rewriter(Protocol):
     def rewrite(self, gm: GraphModule) -> None:
         """Run the ATen passes on a joint or inference graph, in place."""
 
-    def observe(self, gm: GraphModule, is_backward: bool) -> None:
-        """Look at a forward or backward graph after partitioning."""
+    def observe(self, gm: GraphModule, is_backward: bool) -> Callable[..., Any] | None:
+        """Look at a forward or backward graph after partitioning.
+
+        What is returned runs in its stead, where graphs run op by op.
+        """
 
     def cache_key(self) -> str:
         """Return text that differs if ``rewrite`` may do something else."""

@@ -1,0 +1,50 @@
+"""What capture does for the loss scale: watch the calls of a graph, say what it writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+from mpcompile.graph.roles import GraphKind, InputRole, Roles
+from mpcompile.lowering import Compiled
+from mpcompile.runtime.loss_scale import ScaledRegion
+
+_BUFFERS = (InputRole.BUFFER, InputRole.STATE)
+
+
+@dataclass
+class UpdateReads:
+    """Gradients that updates alone read from the outputs of one segment.
+
+    Attributes:
+        outputs: by name of an update, the positions of all gradients that it reads.
+        scaled: names of the updates whose gradients the segment leaves scaled.
+    """
+
+    outputs: Mapping[str, Sequence[int]]
+    scaled: set[str] = field(default_factory=set)
+
+
+def scaled_call(compiled: Compiled, region: ScaledRegion) -> Compiled:
+    """Return ``compiled`` with what the loss scale needs to know of each call around it."""
+
+    def call(*inputs: Any) -> Any:
+        region.before(inputs)
+        outputs = compiled(*inputs)
+        region.after()
+        return outputs
+
+    disabled: Compiled = torch.compiler.disable(call)
+    return disabled
+
+
+def written_buffers(roles: Roles) -> tuple[int, ...]:
+    """Return the positions of the buffers that a forward writes to."""
+    if roles.kind is GraphKind.UPDATE:
+        return ()
+    descs = [node.meta.get("desc") for node in roles.mutated if roles.inputs.get(node) in _BUFFERS]
+    return tuple(sorted(desc.idx for desc in descs if isinstance(desc, PlainAOTInput)))
