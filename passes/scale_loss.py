@@ -155,11 +155,8 @@ def _unscale(
     asked = [g for g in gradients if nodes.is_strided(g.node)]
     factors = dict.fromkeys(gradients, inverse)
     if asked:
-        sums = [_insert_sum(g.node) for g in asked]
-        device = cast(Tensor, nodes.value(sums[0])).device
-        scaled.prepare(device, [_name(g, names) for g in asked])
-        args = (scaled.scale.handle, scaled.source, inverse, sums)
-        noted = nodes.call_after(max(sums), _OPS.note_overflow.default, args, {})
+        called = [_name(g, names) for g in asked]
+        noted = _insert_note([g.node for g in asked], called, inverse, scaled)
         late = [g for g in asked if all(noted < reader for reader in g.readers)]
         factors[min(late, key=lambda g: _numel(g.node))] = noted
     for gradient, factor in factors.items():
@@ -255,7 +252,33 @@ def _scale_flat(
         and is_float(node)
         and (readers := _outside(node, inside | true_values, stay))
     ]
+    if len(folded) > 1 and not exits:
+        _note_for_all([node for node in graph.nodes if node in stay], scale, inverse, scaled)
     return len(seeds) + len(true_values) + _unscale(exits, inverse, scaled, ())
+
+
+def _note_for_all(found: Sequence[Node], scale: Node, inverse: Node, scaled: ScaledRegion) -> None:
+    """Note overflows of gradients that stay scaled: several updates are to skip together.
+
+    The smallest is multiplied by one, so that something in the graph needs the op.
+    """
+    floats = [node for node in found if nodes.is_strided(node) and is_float(node)]
+    if not floats:
+        return
+    noted = _insert_note(floats, [f"%{node.name}" for node in floats], inverse, scaled)
+    one = nodes.call_after(noted, torch.ops.aten.mul.Tensor, (noted, scale), {})
+    smallest = min(floats, key=_numel)
+    nodes.replace_input(smallest.graph.output_node(), smallest, multiply(smallest, one))
+
+
+def _insert_note(
+    found: Sequence[Node], names: Sequence[str], inverse: Node, scaled: ScaledRegion
+) -> Node:
+    """Insert the op that notes which of ``found`` overflowed, behind all of them."""
+    sums = [_insert_sum(node) for node in found]
+    scaled.prepare(cast(Tensor, nodes.value(sums[0])).device, names)
+    args = (scaled.scale.handle, scaled.source, inverse, sums)
+    return nodes.call_after(max(sums), _OPS.note_overflow.default, args, {})
 
 
 def _carriers(outputs: Sequence[Any], kept: Mapping[str, Sequence[int]]) -> set[Node]:

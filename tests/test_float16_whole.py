@@ -82,7 +82,24 @@ def accumulated() -> Built:
     return step, lambda: list(model.parameters())
 
 
-BUILDERS = [clipped, value_clipped, averaged, accumulated]
+def shared() -> Built:
+    """Two optimizers for one loss: they skip together."""
+    model = Classifier()
+    first, last = model.read_in, model.readout
+    opts = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (first, last)]
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), labels)
+        loss.backward()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+        return loss.detach()
+
+    return step, lambda: [*first.parameters(), *last.parameters()]
+
+
+BUILDERS = [clipped, value_clipped, averaged, accumulated, shared]
 
 
 @pytest.mark.parametrize("build", BUILDERS)
