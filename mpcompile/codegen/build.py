@@ -64,7 +64,7 @@ def build_library(source: str, cache_dir: Path | None = None) -> Built:
     folder = private_dir(cache_dir or default_cache_dir())
     key = _key(source, compiler)
     path = folder / f"{key}.so"
-    if _is_intact(path):
+    if is_intact(path):
         return Built(_load(path), path, cached=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as scratch:
         built = _compile(source, compiler, Path(scratch))
@@ -96,7 +96,7 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _is_intact(path: Path) -> bool:
+def is_intact(path: Path) -> bool:
     """Whether ``path`` is complete; a library and a checksum from two builds do not match."""
     try:
         return path.with_suffix(".sha256").read_text() == _digest(path)
