@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpcompile.codegen.values import DTYPE_NAMES, Value
-from mpcompile.runtime.cases import PlannedCall, PlannedCase
+from mpcompile.errors import CodegenError
+from mpcompile.runtime.cases import PlannedCall, PlannedCase, flat_arguments
+from mpcompile.runtime.device_rows import DeviceRows
 
 if TYPE_CHECKING:
     from mpcompile.runtime.prepared import Prepared
@@ -16,11 +18,33 @@ if TYPE_CHECKING:
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
+def _numbers_of_device(plan: PlannedCase, prepared: Prepared) -> frozenset[str]:
+    """Return the arguments that a device computes, and the host does not know.
+
+    Raises:
+        CodegenError: one of them has to be a Python number.
+    """
+    if prepared.machine is None:
+        return frozenset()
+    stored = {store.buffer for store in plan.case.stores}
+    for call in plan.calls:
+        flat = flat_arguments(call.call)
+        for position, name in call.numbers:
+            arg = flat[position]
+            if name in stored and isinstance(arg, Value) and arg.shape != ():
+                raise CodegenError(
+                    f"fuse-updates: {call.call.target} takes a number that the device computes, "
+                    "for which the host would have to wait."
+                )
+    return frozenset(stored)
+
+
 class CallRunner:
     """The calls of the rows of one table; buffers live for one launch."""
 
     def __init__(self, prepared: Prepared, planned: Sequence[PlannedCase]) -> None:
         self._prepared, self._planned = prepared, planned
+        self._on_device = [_numbers_of_device(plan, prepared) for plan in planned]
         last = max((c.phase + 2 for p in planned for c in p.calls), default=0)
         self.phases = max(prepared.phases, last)
 
@@ -47,7 +71,9 @@ class CallRunner:
         mine = {"param": param.detach(), "grad": prepared.current_grads[row]}
         mine |= {f"state.{k}": v for k, v in state.items() if isinstance(v, torch.Tensor)}
         for name, dtype in plan.buffers:
-            mine[name] = torch.empty_strided(like.shape, like.stride(), dtype=_DTYPES[dtype])
+            mine[name] = torch.empty_strided(
+                like.shape, like.stride(), dtype=_DTYPES[dtype], device=like.device
+            )
             self._point(row, name, mine[name])
         return mine
 
@@ -60,6 +86,7 @@ class CallRunner:
         call, rows = planned.call, self._prepared.rows
         buffers, numbers = dict(planned.buffers), dict(planned.numbers)
         width = len(self._prepared.kernel.numbers)
+        written = self._on_device[row]
         position = -1
 
         def argument(arg: Any) -> Any:
@@ -72,6 +99,9 @@ class CallRunner:
             if position in buffers:
                 return mine[buffers[position]]
             column = self._prepared.kernel.numbers.index(numbers[position])
+            if numbers[position] in written:
+                assert isinstance(rows, DeviceRows)
+                return rows.number_tensor(row, column).to(_DTYPES[arg.expr.dtype])
             value = rows.numbers_out[row * width + column]
             if arg.shape == ():
                 return torch.tensor(value, dtype=_DTYPES[arg.expr.dtype])
@@ -83,8 +113,8 @@ class CallRunner:
             result = call.target(*args, **kwargs)
         like = self._prepared.layouts[row]
         if result.shape == like.shape and result.stride() != like.stride():
-            result = torch.empty_strided(like.shape, like.stride(), dtype=result.dtype).copy_(
-                result
-            )
+            result = torch.empty_strided(
+                like.shape, like.stride(), dtype=result.dtype, device=like.device
+            ).copy_(result)
         mine[call.result] = result
         self._point(row, call.result, result)

@@ -8,7 +8,7 @@ buffers through which whole-tensor calls (a matrix product) exchange values with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mpcompile.codegen.expr import (
     Expr,
@@ -65,12 +65,16 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class PlannedCase:
-    """A case, the calls between its phases, and states that are copied from a call's result."""
+    """A case, the calls between its phases, and states that are copied from a call's result.
+
+    ``host`` is what the host computes first, where the kernel runs on another device.
+    """
 
     case: Case
     calls: tuple[PlannedCall, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
     buffers: tuple[tuple[str, str], ...] = ()
+    host: Case = field(default_factory=Case)
 
 
 def step_input(position: int) -> str:

@@ -24,6 +24,7 @@ from mpcompile.runtime.analysis import (
 )
 from mpcompile.runtime.coupling import Coupled
 from mpcompile.runtime.guards import Guard, check_on_host, guards_hold
+from mpcompile.runtime.machines import machine_of
 from mpcompile.runtime.structure import (
     GroupStructure,
     ParamStructure,
@@ -48,12 +49,33 @@ class Member:
     group: int
 
 
+class _Values(dict[str, float]):
+    """Numbers by leaf name."""
+
+    def __missing__(self, name: str) -> float:
+        raise CodegenError(
+            f"fuse-updates: Python branches on {name.removeprefix('group.')!r}, a tensor of the "
+            "device, for which the host would have to wait at every step."
+        )
+
+
+def group_tensors(group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of ``group`` by leaf name."""
+    items = flat_items(group)
+    return {f"group.{path}": value for path, value in items if isinstance(value, torch.Tensor)}
+
+
 def group_values(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of ``group`` by leaf name; 0-dim tensors are read."""
-    values: dict[str, float] = {}
+    """Return the numbers of ``group`` by leaf name; 0-dim tensors are read.
+
+    Tensors of another device are left out: to read them the host would have to wait.
+    """
+    values = _Values()
     for path, value in flat_items(group):
         if isinstance(value, torch.Tensor):
-            values[f"group.{path}"] = value.item()
+            machine = machine_of(value.device)
+            if machine is None or machine.on_host(value):
+                values[f"group.{path}"] = value.item()
         elif isinstance(value, (int, float)):
             values[f"group.{path}"] = value
     return values

@@ -19,7 +19,7 @@ from mpcompile.runtime.cases import CLAMP, SCALE
 
 if TYPE_CHECKING:
     from mpcompile.runtime.norms import NormKernels
-    from mpcompile.runtime.prepared import Prepared
+    from mpcompile.runtime.prepared import Number, Prepared
 
 NORM_EPSILON = 1e-6
 """What ``torch.nn.utils.clip_grad_norm_`` adds to the norm before it divides."""
@@ -44,11 +44,12 @@ class ClipValue:
 class GradPlan:
     """Treatment of the gradients: times ``factor``, then ``clips`` in order.
 
-    ``skip``, one number, skips the update if it is not zero. ``write`` leaves the treated
-    gradients in the tensors that were given, as eager does.
+    ``factor`` is a tensor where only a device knows it. ``skip``, one number, skips the update if
+    it is not zero. ``write`` leaves the treated gradients in the tensors that were given, as eager
+    does.
     """
 
-    factor: float = 1.0
+    factor: float | torch.Tensor = 1.0
     clips: tuple[ClipNorm | ClipValue, ...] = ()
     skip: torch.Tensor | None = None
     write: bool = False
@@ -61,22 +62,29 @@ class GradPlan:
 
     @property
     def _is_plain(self) -> bool:
-        return self.factor == 1.0 and bool(self.clips)
+        return not self.scales and bool(self.clips)
+
+    @property
+    def scales(self) -> bool:
+        """Whether there is a factor other than one."""
+        return isinstance(self.factor, torch.Tensor) or self.factor != 1.0
 
     def inputs(
         self, prepared: Prepared, norms: NormKernels, grads: Sequence[torch.Tensor]
-    ) -> tuple[list[float], torch.Tensor | None]:
-        """Return the number of each step, and the last norm. One pass over the gradients a norm."""
-        numbers = [] if self._is_plain else [self.factor]
+    ) -> tuple[list[Number | None], torch.Tensor | None]:
+        """Return the number of each step, and the last norm. One pass over the gradients a norm.
+
+        A number that a device computed where it is needed is None.
+        """
+        numbers: list[Number | None] = [] if self._is_plain else [self.factor]
         norm = None
         for clip in self.clips:
             if isinstance(clip, ClipValue):
                 numbers.append(float(clip.value))
                 continue
             done = self.steps[: len(numbers)]
-            total = norms.norm(prepared, grads, done, numbers, float(clip.norm_type))
-            norm = torch.tensor(total, dtype=prepared.members[0].param.dtype)
-            numbers.append(clip_coefficient(norm, clip.max_norm))
+            number, norm = norms.clip(prepared, grads, done, numbers, clip)
+            numbers.append(number)
         return numbers, norm
 
 
@@ -101,11 +109,11 @@ def apply_eagerly(
 ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
     """Return the gradients after ``plan``, in place if it writes, and the last norm."""
     present = [grad for grad in grads if grad is not None]
-    if not present or not (plan.clips or plan.factor != 1.0):
+    if not present or not (plan.clips or plan.scales):
         return list(grads), None
     treated = present if plan.write else [_copied(grad, plan.factor) for grad in present]
     norm = None
-    if plan.factor != 1.0:
+    if plan.scales:
         torch._foreach_mul_(treated, plan.factor)
     for clip in plan.clips:
         if isinstance(clip, ClipValue):

@@ -15,12 +15,14 @@ from mpcompile.codegen.cpp import emit_cpp, measure
 from mpcompile.codegen.schedule import Term
 from mpcompile.codegen.values import DTYPE_NAMES
 from mpcompile.runtime.cases import build_kernel, norm_case, step_input
-from mpcompile.runtime.grads import root
+from mpcompile.runtime.device_norms import clip_on_device
+from mpcompile.runtime.device_rows import DeviceRows
+from mpcompile.runtime.grads import ClipNorm, clip_coefficient, root
 from mpcompile.runtime.record import KernelRecord
 from mpcompile.runtime.table import Rows
 
 if TYPE_CHECKING:
-    from mpcompile.runtime.prepared import Prepared
+    from mpcompile.runtime.prepared import Number, Prepared
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,22 @@ class NormKernels:
 
     def __init__(self, cache_dir: Path | None) -> None:
         self._cache_dir = cache_dir
+
+    def clip(
+        self,
+        prepared: Prepared,
+        grads: Sequence[torch.Tensor],
+        steps: Sequence[str],
+        numbers: Sequence[Number | None],
+        clip: ClipNorm,
+    ) -> tuple[float | None, torch.Tensor]:
+        """Return what ``clip`` multiplies the gradients by after ``steps``, and their norm."""
+        if isinstance(prepared.rows, DeviceRows):
+            return None, clip_on_device(prepared, prepared.rows, grads, steps, numbers, clip)
+        known = [float(number) for number in numbers if number is not None]
+        total = self.norm(prepared, grads, steps, known, float(clip.norm_type))
+        norm = torch.tensor(total, dtype=prepared.members[0].param.dtype)
+        return clip_coefficient(norm, clip.max_norm), norm
 
     def norm(
         self,

@@ -24,14 +24,21 @@ from mpcompile.errors import CodegenError
 from mpcompile.runtime.analysis import Analysis
 from mpcompile.runtime.calls import CallRunner
 from mpcompile.runtime.cases import PlannedCase, Surroundings, build_kernel, plan_case
-from mpcompile.runtime.classes import Classes, Member, group_values
+from mpcompile.runtime.classes import Classes, Member, group_tensors, group_values
 from mpcompile.runtime.coupling import total_name
+from mpcompile.runtime.device_rows import DeviceRows
 from mpcompile.runtime.guards import evaluate, guards_hold
 from mpcompile.runtime.handles import can_read_grads
+from mpcompile.runtime.host_part import ON_DEVICE, split_all
+from mpcompile.runtime.machines import machine_of
 from mpcompile.runtime.record import KernelRecord
 from mpcompile.runtime.staging import Staging
 from mpcompile.runtime.structure import ParamStructure, attributes, describe_group, set_entry
 from mpcompile.runtime.table import Located, Locator, Rows, Watch, build_chunks, independent_runs
+from mpcompile.runtime.tracing import StateMissing
+
+Number = float | torch.Tensor
+"""A number of a launch; a tensor is one that only the device knows."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class _Number:
     entries: dict[str, Any]
     key: str
     is_int: bool
+    is_stored: bool
 
 
 class Prepared:
@@ -71,25 +79,20 @@ class Prepared:
         self._analyses = [(m.group, a) for m, (_, a) in zip(members, sorted_members, strict=True)]
         self._guarded = list(dict.fromkeys((g, id(a)) for g, a in self._analyses))
         planned = _plan(members, grads, sorted_members, treatment, copies)
+        self.machine = machine_of(members[0].param.device)
+        if self.machine is not None:
+            if self.machine.is_capturing():
+                raise StateMissing("fuse-updates: a CUDA graph is captured before the first step.")
+            if any(analysis.totals for _, analysis in self._analyses):
+                raise CodegenError(
+                    "fuse-updates: a step that couples its parameters has no CUDA kernel."
+                )
+            planned = split_all(planned, members, optimizer, self.machine)
         self.cases = list(dict.fromkeys(planned))
-        self.kernel = build_kernel(
-            f"{type(optimizer).__name__}: {_count(len(self.cases), 'kind')} of tensors",
-            [case.case for case in self.cases],
-            [total.op for _, analysis in self._analyses[:1] for total in analysis.totals],
-        )
-        self.source = emit_cpp(self.kernel)
-        self.built = build_library(self.source, cache_dir)
-        self._function = self.built.library.run
-        self.phases = count_phases(self.kernel)
+        name = f"{type(optimizer).__name__}: {_count(len(self.cases), 'kind')} of tensors"
         sizes = [member.param.numel() for member in members]
-        self.rows = Rows(
-            self.kernel,
-            measure(self.kernel),
-            sizes,
-            [self.cases.index(case) for case in planned],
-            [member.group for member in members],
-            build_chunks(sizes),
-        )
+        kinds = [self.cases.index(case) for case in planned]
+        self._load(name, (sizes, kinds, [member.group for member in members]))
         self.norm_tables: dict[Any, Any] = {}
         self.current_grads: Sequence[torch.Tensor] = grads
         self._params = [member.param for member in members]
@@ -103,9 +106,30 @@ class Prepared:
             if id(param) not in with_grad
         ]
         self._fill(planned, grads, copies)
+        if isinstance(self.rows, DeviceRows):
+            self.rows.kept += [copy for _, copy in self.staging.inward]
+            self.rows.kept += self.staging.grads.values()
         self._watch_objects()
         self.calls = CallRunner(self, planned) if any(p.calls for p in planned) else None
         self._refresh_groups()
+
+    def _load(self, name: str, shape: tuple[list[int], list[int], list[int]]) -> None:
+        """Make the kernel and its rows; ``shape`` holds their sizes, kinds and groups."""
+        self.rows: Rows
+        self._function: Any
+        if self.machine is not None:
+            rows = DeviceRows(name, self.cases, *shape, self.machine, self.cache_dir)
+            self.rows, self.kernel, self.source = rows, rows.kernel, rows.source
+            self._function, self.was_cached = rows.module, rows.module.cached
+            self.phases = rows.phases
+            return
+        ops = [total.op for _, analysis in self._analyses[:1] for total in analysis.totals]
+        self.kernel = build_kernel(name, [case.case for case in self.cases], ops)
+        self.source = emit_cpp(self.kernel)
+        built = build_library(self.source, self.cache_dir)
+        self._function, self.was_cached = built.library.run, built.cached
+        self.phases = count_phases(self.kernel)
+        self.rows = Rows(self.kernel, measure(self.kernel), *shape, build_chunks(shape[0]))
 
     def _fill(
         self,
@@ -121,15 +145,17 @@ class Prepared:
             like = self.staging.row_layout(member.param)
             self.layouts.append(like)
             state = self._optimizer.state.get(member.param, {})
-            stored = {store.buffer for store in plan.case.stores}
-            needed = {_name(leaf) for leaf in leaves(plan.case)} | stored
+            stored = {store.buffer for case in (plan.case, plan.host) for store in case.stores}
+            needed = {_name(leaf) for c in (plan.case, plan.host) for leaf in leaves(c)} | stored
+            group = self._optimizer.param_groups[member.group]
             mine = []
             for name in sorted(needed):
-                tensor = _tensor_of(name, member.param, state, copies)
+                tensor = _tensor_of(name, member.param, group, state, copies)
                 if name.startswith("number."):
-                    self._add_number(numbers, row, name, state)
+                    self._add_number(numbers, row, name, state, name in stored)
                 elif tensor is not None:
                     if tensor.dim():
+                        _check_same_device(name, tensor, member.param)
                         tensor = self.staging.placed(tensor, like, name in stored)
                     place = self.rows.place(row, name)
                     if name == "copy":  # ours, and stays where it is
@@ -145,7 +171,7 @@ class Prepared:
         self._runs: list[tuple[int, int]] | None = None
 
     def _add_number(
-        self, numbers: list[_Number], row: int, name: str, state: dict[str, Any]
+        self, numbers: list[_Number], row: int, name: str, state: dict[str, Any], is_stored: bool
     ) -> None:
         columns = self.kernel.numbers
         position = row * len(columns) + columns.index(name)
@@ -153,7 +179,7 @@ class Prepared:
             self.rows.numbers[position] = self.members[row].param.numel()
         elif name.startswith("number.state."):
             key = name.removeprefix("number.state.")
-            numbers.append(_Number(position, state, key, isinstance(state[key], int)))
+            numbers.append(_Number(position, state, key, isinstance(state[key], int), is_stored))
 
     def _place_grad(self, row: int, grad: torch.Tensor) -> torch.Tensor:
         """Return ``grad``, or its copy in the order of the row, which later launches reuse."""
@@ -177,6 +203,7 @@ class Prepared:
         self._watch.watch_dict(state)
         self._watch.watch_entries([e for e in state.values() if isinstance(e, dict)])
         self._snapshots: list[list[Any]] = []
+        self._group_tensors: list[dict[str, torch.Tensor]] = []
         self._structures = [describe_group(group) for group in groups]
         self._attributes = attributes(self._optimizer)
 
@@ -186,7 +213,7 @@ class Prepared:
         now = [[v for k, v in group.items() if k != "params"] for group in groups]
         if attributes(self._optimizer) != self._attributes:
             return False
-        if now == self._snapshots and not any(s.tensors for s in self._structures):
+        if not any(s.tensors for s in self._structures) and now == self._snapshots:
             return True
         if [describe_group(group) for group in groups] != self._structures:
             return False
@@ -194,6 +221,10 @@ class Prepared:
         by_id = {id(a): a for _, a in self._analyses}
         if not all(guards_hold(by_id[a].guards, values[g]) for g, a in self._guarded):
             return False
+        tensors = [group_tensors(group) for group in groups] if self.machine else []
+        if self._snapshots and not _same_objects(tensors, self._group_tensors):
+            return False
+        self._group_tensors = tensors
         self._snapshots = now
         width = len(self.kernel.shared)
         for index, group in enumerate(values):
@@ -239,16 +270,35 @@ class Prepared:
             self._runs = independent_runs([_ranges(tensors) for tensors in self._written])
         return True
 
-    def launch(self, inputs: Sequence[float]) -> None:
-        """Run the kernel with ``inputs`` for the grad steps; ``is_current`` has just held."""
+    def take_skip(self, skip: torch.Tensor | None) -> bool:
+        """Have the next launch read ``skip``; return whether it is to run.
+
+        The host reads it, and so waits, only where it keeps state that a skip must not change.
+        """
+        rows = self.rows
+        if not isinstance(rows, DeviceRows):
+            return True
+        if skip is not None and not rows.takes_skip:
+            if bool(skip.item()):
+                return False
+            skip = None
+        rows.skip = None if skip is None else skip.detach().to(torch.float32)
+        return True
+
+    def launch(self, inputs: Sequence[Number | None]) -> None:
+        """Run the kernel with ``inputs`` for the grad steps; ``is_current`` has just held.
+
+        None among them is a number that is in the table already.
+        """
         for position, value in enumerate(inputs):
             name = f"input.grad_step.{position}"
-            if name in self.kernel.inputs:
-                self.rows.inputs[self.kernel.inputs.index(name)] = value
+            if name in self.kernel.inputs and value is not None:
+                self.rows.put_input(self.kernel.inputs.index(name), value)
         for number in self.numbers:
             self.rows.numbers[number.position] = number.entries[number.key]
         if self.current_grads is not self.own_grads:  # else locating them has done it
             torch.autograd.graph.increment_version(self._params)
+        self.rows.begin()
         self.staging.copy_in()
         begin = self.kernel.total_phases
         if begin:
@@ -260,8 +310,9 @@ class Prepared:
                 self.calls.run(self._function, run)
         self.staging.copy_out()
         for number in self.numbers:
-            value = self.rows.numbers_out[number.position]
-            number.entries[number.key] = int(value) if number.is_int else value
+            if number.is_stored:
+                value = self.rows.numbers_out[number.position]
+                number.entries[number.key] = int(value) if number.is_int else value
         self._write_groups()
         self.current_grads = ()
 
@@ -291,7 +342,13 @@ class Prepared:
             reads += read * member.param.numel()
             writes += write * member.param.numel()
         return KernelRecord(
-            self.kernel.name, self.source, len(self.members), reads, writes, self.built.cached
+            self.kernel.name,
+            self.source,
+            len(self.members),
+            reads,
+            writes,
+            self.was_cached,
+            self.members[0].param.device,
         )
 
     def grad_pointers(self) -> array.array[Any]:
@@ -345,12 +402,21 @@ def _check_supported(members: Sequence[Member], grads: Sequence[torch.Tensor]) -
         for what, tensor in (("parameter", member.param), ("gradient", grad)):
             if tensor.layout is not torch.strided:
                 raise CodegenError(f"fuse-updates: a {what} is {tensor.layout}.")
-            if tensor.device.type != "cpu":
+            _check_same_device(f"a {what}", tensor, members[0].param)
+            if tensor.device.type != "cpu" and machine_of(tensor.device) is None:
                 raise CodegenError(f"fuse-updates: a {what} is on {tensor.device.type}.")
             if tensor.dtype not in DTYPE_NAMES or not tensor.dtype.is_floating_point:
                 raise CodegenError(f"fuse-updates: a {what} is {tensor.dtype}.")
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
                 raise CodegenError(f"fuse-updates: a {what} is a {type(tensor).__name__}.")
+
+
+def _check_same_device(what: str, tensor: torch.Tensor, param: torch.Tensor) -> None:
+    if tensor.device != param.device:
+        raise CodegenError(
+            f"fuse-updates: {what} is on {tensor.device} and a parameter on {param.device}; one "
+            "kernel updates what lies on one device."
+        )
 
 
 def _count(number: int, word: str) -> str:
@@ -365,6 +431,7 @@ def _name(leaf: object) -> str:
 def _tensor_of(
     name: str,
     param: torch.Tensor,
+    group: dict[str, Any],
     state: dict[str, Any],
     copies: dict[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor | None:
@@ -375,7 +442,15 @@ def _tensor_of(
     if name.startswith("state."):
         tensor: torch.Tensor = state[name.removeprefix("state.")]
         return tensor
+    if name.startswith(ON_DEVICE):
+        return group_tensors(group)[name.removeprefix(ON_DEVICE)]
     return None
+
+
+def _same_objects(
+    now: Sequence[dict[str, torch.Tensor]], before: Sequence[dict[str, torch.Tensor]]
+) -> bool:
+    return all(a[k] is b[k] for a, b in zip(now, before, strict=True) for k in a)
 
 
 def _ranges(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 _PROBE_BYTES = 64 << 20
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class KernelRecord:
         bytes_read: of one launch, each element of each buffer once per pass.
         bytes_written: the same for what it writes.
         was_cached: whether it was found built.
+        device: where it runs.
     """
 
     name: str
@@ -30,11 +32,13 @@ class KernelRecord:
     bytes_read: int
     bytes_written: int
     was_cached: bool
+    device: torch.device = _HOST
 
     @property
     def bound_s(self) -> float:
         """Seconds that moving these bytes takes on this machine: no kernel is faster."""
-        return (self.bytes_read + self.bytes_written) / memory_bandwidth(torch.get_num_threads())
+        threads = torch.get_num_threads()
+        return (self.bytes_read + self.bytes_written) / memory_bandwidth(threads, self.device)
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,20 @@ class ScaleRecord:
 
 
 @functools.cache
-def memory_bandwidth(num_threads: int) -> float:
-    """Return the bytes a second that ``num_threads`` threads read and write, from a copy."""
-    source = torch.ones(_PROBE_BYTES // 4)
+def memory_bandwidth(num_threads: int, device: torch.device = _HOST) -> float:
+    """Return the bytes a second that ``device`` reads and writes, from a copy.
+
+    On the host with ``num_threads`` threads.
+    """
+    source = torch.ones(_PROBE_BYTES // 4, device=device)
     dest = torch.empty_like(source)
     dest.copy_(source)
+    wait = torch.cuda.synchronize if device.type == "cuda" else torch.get_num_threads
     best = float("inf")
     for _ in range(3):
+        wait()
         start = time.perf_counter()
         dest.copy_(source)
+        wait()
         best = min(best, time.perf_counter() - start)
     return 2 * _PROBE_BYTES / best

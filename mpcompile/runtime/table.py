@@ -122,6 +122,13 @@ class Rows:
         """Return the position of a pointer."""
         return row * len(self.kernel.columns) + self.kernel.columns.index(column)
 
+    def put_input(self, position: int, value: float | torch.Tensor) -> None:
+        """Set a number of the launch."""
+        self.inputs[position] = float(value)
+
+    def begin(self) -> None:
+        """Do what a launch needs before its first phase; hyperparameters and numbers are set."""
+
     def run(self, function: Any, phases: tuple[int, int], rows: tuple[int, int]) -> None:
         """Run phases [a, b) for rows [c, d), on as many threads as torch uses."""
         threads = min(torch.get_num_threads(), self.max_threads)

@@ -59,7 +59,8 @@ def check(
         return
     beside = without[:_FEW] if is_coupled else ()
     before, eager, fused = (_Copy(optimizer, members, beside) for _ in range(3))
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    devices = {m.param.device for m in members if m.param.device.type == "cuda"}
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
         with reasons(optimizer):
             eager.step(used)
         narrow = {

@@ -20,6 +20,7 @@ from mpcompile.runtime import dispatch, trial
 from mpcompile.runtime.classes import Classes, Member
 from mpcompile.runtime.grads import GradPlan, apply_eagerly
 from mpcompile.runtime.loss_scale import LossScale
+from mpcompile.runtime.machines import machine_of, waiting
 from mpcompile.runtime.norms import NormKernels
 from mpcompile.runtime.prepared import GradTreatment, Prepared
 from mpcompile.runtime.record import KernelRecord, UpdateRecord
@@ -33,7 +34,10 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one update did. ``norm`` is the gradient norm if it was clipped by norm."""
+    """What one update did. ``norm`` is the gradient norm if it was clipped by norm.
+
+    ``skipped`` is what the host knows: an update that a device skips by itself is not among them.
+    """
 
     fused: bool
     reason: str = ""
@@ -87,9 +91,11 @@ class OptimizerUpdate:
             plan: what happens to the gradients first.
         """
         plan = plan or GradPlan()
-        if plan.skip is not None and bool(plan.skip.item()):
-            _, norm = apply_eagerly(replace(plan, write=False), grads or [])
-            return Outcome(not self.reason, self.reason, norm, skipped=True)
+        if plan.skip is not None and not self._skips_on_device(plan.skip):
+            if bool(plan.skip.item()):
+                _, norm = apply_eagerly(replace(plan, write=False), grads or [])
+                return Outcome(not self.reason, self.reason, norm, skipped=True)
+            plan = replace(plan, skip=None)
         self._grad_mode = torch.is_grad_enabled()
         own = grads is None
         with torch.no_grad():
@@ -121,6 +127,8 @@ class OptimizerUpdate:
 
     def _launch(self, prepared: Prepared, grads: Sequence[torch.Tensor], plan: GradPlan) -> Outcome:
         prepared.current_grads = grads
+        if not prepared.take_skip(plan.skip):
+            return Outcome(fused=True, skipped=True)
         inputs, norm = plan.inputs(prepared, self.norms, grads)
         prepared.launch(inputs)
         return Outcome(fused=True, norm=norm)
@@ -151,20 +159,32 @@ class OptimizerUpdate:
         everyone = [Member(p, g) for g, group in enumerate(groups) for p in group["params"]]
         members = [m for m, grad in zip(everyone, grads, strict=True) if grad is not None]
         treatment = GradTreatment(plan.steps, plan.write)
-        prepared = Prepared(
-            self.optimizer, self.classes, members, present, treatment, self.copies, self.cache_dir
-        )
         without = [m for m, grad in zip(everyone, grads, strict=True) if grad is None]
-        tried = (prepared.source, bool(without and prepared.kernel.totals))
-        if tried not in self._tried:
-            trial.check(
-                prepared, self.optimizer, self.classes, present, treatment, self.copies, without
+        with waiting(present[0].device):
+            prepared = Prepared(
+                self.optimizer,
+                self.classes,
+                members,
+                present,
+                treatment,
+                self.copies,
+                self.cache_dir,
             )
-            self._tried.add(tried)
+            tried = (prepared.source, bool(without and prepared.kernel.totals))
+            if tried not in self._tried:
+                trial.check(
+                    prepared, self.optimizer, self.classes, present, treatment, self.copies, without
+                )
+                self._tried.add(tried)
         self.prepared[key] = prepared
         if not prepared.is_current(present):
             raise CodegenError("fuse-updates: parameters, state or gradients change while read.")
         return prepared
+
+    def _skips_on_device(self, skip: torch.Tensor) -> bool:
+        """Whether a kernel may read ``skip``, for which the host would have to wait."""
+        machine = machine_of(skip.device)
+        return not self.reason and machine is not None and not machine.on_host(skip)
 
     def _give_up(self, reason: str) -> None:
         """Run as eager from now on, and say so once for each reason."""
@@ -178,6 +198,8 @@ class OptimizerUpdate:
         self, grads: Sequence[torch.Tensor | None], plan: GradPlan, reason: str
     ) -> Outcome:
         """Run the optimizer's own step on the gradients after ``plan``."""
+        if plan.skip is not None and bool(plan.skip.item()):
+            return Outcome(fused=False, reason=reason, skipped=True)
         params = self._all_params()
         grads = [None if g is None else g.to(p.dtype) for p, g in zip(params, grads, strict=True)]
         treated, norm = apply_eagerly(plan, grads)

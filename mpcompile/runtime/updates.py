@@ -13,6 +13,7 @@ from mpcompile.runtime import ops
 from mpcompile.runtime.grads import GradPlan
 from mpcompile.runtime.guarding import guarded_plan
 from mpcompile.runtime.loss_scale import LossScale
+from mpcompile.runtime.machines import machine_of
 from mpcompile.runtime.record import UpdateRecord
 from mpcompile.runtime.update import AMP_NAMES, OptimizerUpdate
 
@@ -77,5 +78,9 @@ def amp_plan(optimizer: torch.optim.Optimizer) -> GradPlan:
     scale, found_inf = (getattr(optimizer, name, None) for name in AMP_NAMES)
     if scale is None and found_inf is None:
         return GradPlan()
-    factor = 1.0 if scale is None else 1.0 / float(scale)
+    factor: float | torch.Tensor = 1.0
+    if isinstance(scale, torch.Tensor) and machine_of(scale.device) is not None:
+        factor = scale.double().reciprocal()
+    elif scale is not None:
+        factor = 1.0 / float(scale)
     return GradPlan(factor=factor, skip=found_inf, write=scale is not None)

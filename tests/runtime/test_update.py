@@ -176,3 +176,32 @@ def test_number_of_a_group_from_a_total_is_written_back() -> None:
         found, want = (o.param_groups[0]["average"] for o in (fused, eager))
         assert found == pytest.approx(want, rel=1e-6)
     assert relative_difference(*lists) <= 1e-6
+
+
+class KeepsFactor(torch.optim.Optimizer):
+    """Reads a Python number of its state that it never changes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["factor"] = 3.0
+                p.add_(p.grad, alpha=-group["lr"] * state["factor"])
+
+
+def test_python_number_that_is_only_read_stays() -> None:
+    lists = [parameters(), parameters()]
+    pair = [KeepsFactor(params) for params in lists]
+    update = OptimizerUpdate(pair[1])
+    for step in range(4):
+        set_grads(step, *lists)
+        pair[0].step()
+        update.run()
+    assert not update.reason
+    assert all(pair[1].state[p] == {"factor": 3.0} for p in lists[1])
+    assert relative_difference(*lists) <= 1e-6

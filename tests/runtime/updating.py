@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,7 +58,12 @@ def excess(old: torch.Tensor, eager: torch.Tensor, fused: torch.Tensor) -> float
     top = torch.full_like(eager, torch.inf)
     ulp = torch.nextafter(eager.abs(), top).double() - eager.abs().double()
     bound = 8 * torch.finfo(eager.dtype).eps * change.abs() + ulp
-    return float((difference / bound).max())
+    return _or_infinite(float((difference / bound).max()))
+
+
+def _or_infinite(value: float) -> float:
+    """Return ``value``, or infinity for NaN, which every comparison would let pass."""
+    return math.inf if math.isnan(value) else value
 
 
 class RoundedOnce(TorchFunctionMode):
@@ -101,10 +107,15 @@ def worst_excess(
 
 
 def relative_difference(a: Any, b: Any) -> float:
-    """Return the largest relative L2 difference of two lists of tensors."""
+    """Return the largest relative L2 difference of two lists of tensors.
+
+    It is infinite where one has NaN and the other has not.
+    """
     worst = 0.0
     for x, y in zip(a, b, strict=True):
+        if not torch.equal(x.isnan(), y.isnan()):
+            return math.inf
         if x.numel():
-            norm = x.detach().double().norm().clamp(min=1e-30)
-            worst = max(worst, float((x.detach().double() - y.detach().double()).norm() / norm))
+            x, y = (t.detach().double().nan_to_num() for t in (x, y))
+            worst = max(worst, float((x - y).norm() / x.norm().clamp(min=1e-30)))
     return worst
