@@ -21,8 +21,9 @@ from tabulate import tabulate
 from torch import Tensor
 from torch.nn import functional
 
+from mpcompile.codegen.nvrtc import nvrtc_version
 from mpcompile.config import Config, environment_settings, is_disabled
-from mpcompile.errors import ConfigError, MpcompileError
+from mpcompile.errors import CodegenError, ConfigError, MpcompileError
 
 SUPPORTED_TORCH = ((2, 11), (2, 15))  # from, and below; as pyproject.toml has it
 _MATMUL_SIZE = 1024
@@ -157,7 +158,15 @@ def _check_cuda() -> Finding:
     if importlib.util.find_spec("triton") is None:
         advice = "pip install triton, or use options={'lowering': 'eager'}."
         return Finding("CUDA", found, f"Inductor needs Triton for CUDA. {advice}")
-    return Finding("CUDA", found)
+    return Finding("CUDA", f"{found}, update kernels by {_update_kernels()}")
+
+
+def _update_kernels() -> str:
+    """Return what compiles update kernels for CUDA, or that the optimizer's own code runs."""
+    try:
+        return nvrtc_version()
+    except CodegenError as error:
+        return f"the optimizer itself ({error})"
 
 
 def _check_bf16(device: str) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tomllib
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from mpcompile import doctor
 from mpcompile.cli import main
 from mpcompile.config import BUILT_PASSES, PASS_NAMES
 from mpcompile.doctor import SUPPORTED_TORCH, Finding, diagnose, format_findings
+from mpcompile.errors import CodegenError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -173,3 +175,16 @@ def test_findings_are_a_table_with_the_problems_below() -> None:
     assert lines[0].split() == ["check", "found", "verdict"]
     assert [line.split() for line in lines[2:4]] == [["a", "b", "ok"], ["c", "d", "problem"]]
     assert lines[4:] == ["", "c: e", "1 to repair."]
+
+
+def test_doctor_says_what_compiles_update_kernels_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert "update kernels by NVRTC" in doctor._check_cuda().found
+
+    def refuse() -> str:
+        raise CodegenError("cuda.core is not installed")
+
+    monkeypatch.setattr(doctor, "nvrtc_version", refuse)
+    assert "by the optimizer itself (cuda.core is not installed)" in doctor._check_cuda().found
