@@ -2,6 +2,7 @@
 
     python benchmarks/bench_update.py                     50 tensors of 21 M, and 2,000 of 8.7 M
     python benchmarks/bench_update.py --first-call        seconds of the first call, cold and warm
+    python benchmarks/bench_update.py --device cuda       on a card, and for 1 B parameters
 
 Rows take turns, and every call starts from the same gradients: unscaling and clipping work in
 place, so a second call on what the first left would time denormals. All rows do the same number of
@@ -26,6 +27,9 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.update_on_cuda import print_tables
 from mpcompile.codegen.build import build_library
 from mpcompile.runtime.grads import ClipNorm, GradPlan
 from mpcompile.runtime.table import build_chunks
@@ -231,12 +235,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--inductor-tensors", type=int, default=50, help="most tensors to compile")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--first-call", action="store_true")
     parser.add_argument("--first-call-of", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--cache", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.first_call_of:
         print(f"{first_call(args.first_call_of, args.cache):.2f}")
+        return
+    if args.device == "cuda":
+        print_tables(SHAPES, args)
         return
     print(
         f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, ", end=""
