@@ -1,9 +1,9 @@
 """Fake CUDA tensors on a machine without CUDA, as far as graphs need them.
 
-A CPU build of torch has no device guard for CUDA, without which fake CUDA tensors cannot require
+Without a card, torch has no device guard for CUDA, without which fake CUDA tensors cannot require
 grad, and no choice of attention kernels. Both are registered here by a small library: a guard that
 does nothing, and the choice that ``ATen/native/transformers/cuda/sdp_utils.cpp`` makes by dtype on
-a card that has both kernels (flash takes 16 bits only). Private torch API, seen in 2.13:
+a card that has both kernels (flash takes 16 bits only). Private torch API, seen in 2.11 to 2.14:
 ``_fused_sdp_choice_stub``, ``C10_REGISTER_GUARD_IMPL``.
 """
 
@@ -47,7 +47,7 @@ extern "C" void install() {
 @functools.cache
 def install(folder: Path) -> None:
     """Build and load the library, unless there is a CUDA device; once in a process."""
-    if torch.version.cuda is not None:
+    if torch.cuda.is_available():
         return
     root = Path(torch.__file__).parent
     source, library = folder / "fake_cuda.cpp", folder / "fake_cuda.so"

@@ -24,7 +24,12 @@ from mpcompile.errors import CodegenError
 INSTALL = "pip install 'mpcompile[cuda]'"
 _importing = threading.Lock()
 """Two threads that import cuda.core for the first time find half of it (cuda.core 1.2)."""
-OPTIONS: dict[str, Any] = {"std": "c++17", "fma": False, "ptxas_options": ["-v"]}
+OPTIONS: dict[str, Any] = {
+    "std": "c++17",
+    "fma": False,
+    "device_as_default_execution_space": True,  # NVRTC 13.0 takes generic lambdas for the host's
+    "ptxas_options": ["-v"],
+}
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,8 @@ def _build(
     inputs = (*rows.kernel.inputs, *bounds)
     cases = tuple(_with_order(norm_case(dtype, steps, order), order) for dtype in dtypes)
     kernel = Kernel("gradient norm", cases, rows.kernel.columns, rows.kernel.numbers, inputs=inputs)
-    total = _total(
-        order, DTYPE_NAMES[_norm_dtype(prepared)], step_input(len(steps)), bounds[position]
-    )
+    dtype = DTYPE_NAMES[_norm_dtype(prepared)]
+    total = _total(order, dtype, step_input(len(steps)), bounds[position])
     device = rows.machine.device
     kinds = [dtypes.index(DTYPE_NAMES[grad.dtype]) for grad in grads]
     made = _NormKernel(

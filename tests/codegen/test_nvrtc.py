@@ -62,7 +62,7 @@ def ptx_of(source: str) -> str:
         return rest[0] if rest else None
 
     program = check(library.nvrtcCreateProgram(source.encode(), b"kernel", 0, [], []))
-    options = [b"-arch=compute_90", b"-std=c++17", b"-fmad=false"]
+    options = [b"-arch=compute_90", b"-std=c++17", b"-fmad=false", b"-default-device"]
     check(library.nvrtcCompileProgram(program, len(options), options))
     text = b" " * int(check(library.nvrtcGetPTXSize(program)))
     check(library.nvrtcGetPTX(program, text))
