@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from mpcompile.codegen.cuda_frame import THREADS
 from mpcompile.errors import CodegenError
-from mpcompile.runtime import machines
+from mpcompile.runtime import cuda_machine, machines
 from mpcompile.runtime import update as update_module
 from mpcompile.runtime.cuda_machine import CudaMachine, check_driver
 from mpcompile.runtime.grads import ClipNorm, GradPlan
@@ -34,6 +37,42 @@ def test_cuda_updates_go_to_a_cuda_machine() -> None:
     assert machine is machines.machine_of(torch.device("cuda:1"))
     assert machines.machine_of(torch.device("cpu")) is None
     assert machine.on_host(torch.zeros(()))
+
+
+class _Code:
+    """Stands for a loaded cubin."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def get_kernel(self, name: str) -> str:
+        self.asked.append(name)
+        return f"kernel {name}"
+
+
+def test_launch_goes_to_the_current_stream_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cuda.core
+
+    launched: list[tuple[Any, ...]] = []
+    entered: list[torch.device] = []
+
+    def entering(device: torch.device) -> Any:
+        entered.append(device)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(cuda.core, "launch", lambda *args: launched.append(args))
+    monkeypatch.setattr(cuda_machine, "_stream", lambda handle: f"stream {handle}")
+    monkeypatch.setattr(torch.cuda, "device", entering)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    code, device = _Code(), torch.device("cuda:1")
+    module = cuda_machine.CudaModule(device, code, cached=True)
+    for blocks in (5, 9):
+        module.launch("phase_0", blocks, [11, 12])
+    assert code.asked == ["phase_0"]
+    assert entered == [device, device]
+    grids = [(stream, config.grid, config.block) for stream, config, *_ in launched]
+    assert grids == [("stream 7", (n, 1, 1), (THREADS, 1, 1)) for n in (5, 9)]
+    assert [rest for _, _, *rest in launched] == [["kernel phase_0", 11, 12]] * 2
 
 
 @pytest.mark.parametrize(
