@@ -23,6 +23,7 @@ from mpcompile.runtime.cases import norm_case, step_input
 from mpcompile.runtime.device_rows import DeviceRows
 from mpcompile.runtime.grads import NORM_EPSILON, ClipNorm
 from mpcompile.runtime.machines import Module
+from mpcompile.runtime.record import KernelRecord
 
 if TYPE_CHECKING:
     from mpcompile.runtime.prepared import Number, Prepared
@@ -36,6 +37,7 @@ class _NormKernel:
     kinds: torch.Tensor
     partials: torch.Tensor
     arrivals: torch.Tensor
+    record: KernelRecord
 
 
 def clip_on_device(
@@ -97,11 +99,15 @@ def _build(
     total = _total(order, dtype, step_input(len(steps)), bounds[position])
     device = rows.machine.device
     kinds = [dtypes.index(DTYPE_NAMES[grad.dtype]) for grad in grads]
+    source = emit_cuda(kernel, total)
+    module = rows.machine.load(source, prepared.cache_dir)
+    num_bytes = sum(grad.numel() * grad.element_size() for grad in grads)
     made = _NormKernel(
-        rows.machine.load(emit_cuda(kernel, total), prepared.cache_dir),
+        module,
         rows.to_device(array.array("q", kinds)),
         torch.zeros(len(rows.chunks.row), dtype=torch.float64, device=device),
         torch.zeros(1, dtype=torch.int32, device=device),
+        KernelRecord(kernel.name, source, len(kinds), num_bytes, 0, module.cached, device),
     )
     rows.kept.append(made)
     return made

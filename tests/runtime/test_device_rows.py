@@ -144,6 +144,7 @@ def test_norm_and_coefficient_stay_on_the_device(host_machine: HostMachine) -> N
     before = host_machine.num_launches
     outcome = update.run(plan=GradPlan(clips=(ClipNorm(0.5),)))
     assert host_machine.num_launches - before == 2
+    assert "gradient norm" in [record.name for record in update.record().kernels]
     grads = [p.grad for p in params if p.grad is not None]
     expected = torch.nn.utils.get_total_norm(grads)
     assert outcome.norm is not None
