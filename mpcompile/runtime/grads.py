@@ -111,7 +111,7 @@ def apply_eagerly(
     present = [grad for grad in grads if grad is not None]
     if not present or not (plan.clips or plan.scales):
         return list(grads), None
-    treated = present if plan.write else [_copied(grad, plan.factor) for grad in present]
+    treated = present if plan.write else [_copied(grad, plan.scales) for grad in present]
     norm = None
     if plan.scales:
         torch._foreach_mul_(treated, plan.factor)
@@ -127,9 +127,9 @@ def apply_eagerly(
     return [None if grad is None else next(rest) for grad in grads], norm
 
 
-def _copied(grad: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return a copy, in fp32 if 16 bits have no room for the product with ``factor``."""
-    if factor != 1.0 and grad.dtype in (torch.float16, torch.bfloat16):
+def _copied(grad: torch.Tensor, is_scaled: bool) -> torch.Tensor:
+    """Return a copy, in fp32 if 16 bits have no room for the product with a factor."""
+    if is_scaled and grad.dtype in (torch.float16, torch.bfloat16):
         return grad.float()
     return grad.clone()
 
