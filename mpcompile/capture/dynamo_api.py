@@ -90,6 +90,12 @@ def current_frame() -> int | None:
     return None if compile_id is None else compile_id.frame_id
 
 
+def num_compilations() -> int:
+    """Return how often the function that is being traced was compiled before."""
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    return (compile_id.frame_compile_id or 0) if compile_id is not None else 0
+
+
 def is_tracing() -> bool:
     """Whether Dynamo or a backend is at work in this thread."""
     return torch._guards.TracingContext.try_get() is not None

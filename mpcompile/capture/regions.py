@@ -15,11 +15,11 @@ from torch.fx import GraphModule
 
 import mpcompile
 from mpcompile.capture import dynamo_api, graph_inputs
-from mpcompile.capture.backward_tags import mark_backward
+from mpcompile.capture.backward_tags import tag_backward
 from mpcompile.capture.overflow import watched
 from mpcompile.capture.scaling import UpdateReads, scaled_call, written_buffers
 from mpcompile.capture.session import Session
-from mpcompile.graph import gradients, nodes
+from mpcompile.graph import gradients, links, nodes
 from mpcompile.graph.printer import format_graph
 from mpcompile.graph.roles import GraphKind, InputRole, find_roles
 from mpcompile.inspection.dump import dump_region
@@ -57,7 +57,7 @@ def compile_region(
         PassError: a pass cannot rewrite the graph.
     """
     graph_inputs.refuse_unsupported(gm)
-    mark_backward(gm)
+    tag_backward(gm)
     graph_inputs.warn_half_parameters(gm)
     roles = graph_inputs.input_roles(gm)
     region = _begin_report(gm, session)
@@ -127,6 +127,7 @@ class RegionRewriter:
 
     def rewrite(self, gm: GraphModule) -> None:
         """Run the ATen passes on a joint or inference graph, in place."""
+        links.copy_forward_tags(gm.graph)
         gradients.mark_private(gm.graph, self._private)
         gradients.drop_copies(gm.graph)
         self._ctx.updates_read = {

@@ -30,6 +30,9 @@ from mpcompile.runtime.updates import Updates
 
 _local = threading.local()
 
+MAX_WHOLE = 5
+"""How often one function is compiled anew as a whole; regions are smaller to compile anew."""
+
 MAX_REPLAYS = 3
 """How many calls are remembered for a replay while none trains; each costs a copy of the state."""
 
@@ -94,7 +97,15 @@ class Session:
 
     def is_left_to_regions(self) -> bool:
         """Whether the function that is being traced was found not to be one graph."""
-        return dynamo_api.current_frame() in self._left_to_regions
+        frame = dynamo_api.current_frame()
+        if frame not in self._left_to_regions and dynamo_api.num_compilations() > MAX_WHOLE:
+            self.report.add_break(
+                f"not captured whole any more: compiled anew {MAX_WHOLE} times, for a list that "
+                "grows in the step or a number that changes in it, say",
+                "",
+            )
+            self._left_to_regions.add(frame)
+        return frame in self._left_to_regions
 
     def leave_to_regions(self) -> None:
         """Trace the current function in regions from now on."""

@@ -61,22 +61,38 @@ def find_links(graph: Graph) -> Links:
     """
     recorded: dict[int, Node] = {}
     backward: list[Node] = []
+    sums: set[Node] = set()
+    last = 0  # the largest number so far; a step may go forward again after a backward
     for node in graph.nodes:
         number = node.meta.get("seq_nr")
         if node.op != "call_function" or number is None:
             continue
         if nodes.is_backward(node):
             backward.append(node)
+            if number >= last and _adds_gradients(node):
+                sums.add(node)
         else:
             recorded.setdefault(number, node)
-    last = max(recorded, default=0)
-    sums = {node for node in backward if node.meta["seq_nr"] >= last and _adds_gradients(node)}
+            last = max(last, number)
     forward = {
         node: recorded[node.meta["seq_nr"]]
         for node in backward
         if node not in sums and node.meta["seq_nr"] in recorded
     }
     return Links(forward, frozenset(sums))
+
+
+def copy_forward_tags(graph: Graph) -> None:
+    """Give backward nodes of a flat graph what AOTAutograd gives those of a joint one.
+
+    That is the module stack and the annotations (our pins among them) of their forward nodes.
+    """
+    for node, origin in find_links(graph).forward.items():
+        if "nn_module_stack" in origin.meta:
+            node.meta.setdefault("fwd_nn_module_stack", origin.meta["nn_module_stack"])
+        custom = origin.meta.get("custom")
+        if custom:
+            node.meta["custom"] = {**custom, **node.meta.get("custom", {})}
 
 
 def _adds_gradients(node: Node) -> bool:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpcompile.backend import last_report
-from mpcompile.capture.session import current_session, explain_limit
+from mpcompile.capture.session import MAX_WHOLE, current_session, explain_limit
 from mpcompile.errors import CaptureError, ConfigError
 from mpcompile.graph.roles import GraphKind
 from tests.steps import batch, classifier_step, compile_step
@@ -354,3 +354,29 @@ def test_16_bit_parameters_warn_and_train_as_written() -> None:
         compile_step(step)(torch.ones(2, 4, dtype=torch.bfloat16))
     assert model.weight.grad is not None
     assert model.weight.grad.dtype is torch.bfloat16
+
+
+# --- whole steps that are compiled anew ----------------------------------------------------------
+
+
+def test_step_that_changes_each_time_becomes_regions() -> None:
+    model, _ = classifier_step()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    names: dict[str, int] = {}
+
+    def step(x: Tensor, labels: Tensor, name: str) -> Tensor:
+        names[name] = len(names)  # Dynamo guards on the keys
+        loss = F.cross_entropy(model(x), labels)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    compiled = compile_step(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for index in range(MAX_WHOLE + 4):
+            compiled(*batch(), str(index))
+    report = last_report(compiled)
+    assert len(report.whole) == MAX_WHOLE + 1
+    assert any("compiled anew" in reason for reason, _ in report.breaks)
