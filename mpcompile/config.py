@@ -27,6 +27,7 @@ from mpcompile.option_values import (
     choice,
     not_yet,
     parse_assignment,
+    parse_check_sync,
     parse_count,
     parse_dtype,
     parse_flag,
@@ -35,6 +36,7 @@ from mpcompile.option_values import (
     parse_optional,
     parse_path,
     parse_power_of_two,
+    parse_wire_dtype,
     pass_names,
     suggestion,
 )
@@ -59,6 +61,7 @@ BUILT_PASSES = (
     "insert-casts",
     "scale-loss",
     "fold-casts",
+    "bucket-allreduce",
     "fuse-updates",
 )
 PLANNED_PASSES = tuple(name for name in PASS_NAMES if name not in BUILT_PASSES)
@@ -245,6 +248,28 @@ class Config:
             parse_optional(parse_count),
             "whole number, or None",
             "Overflows before the loss scale halves; None: as `loss_scale` has it (1).",
+    wire_dtype: torch.dtype | None = field(
+        default=None,
+        metadata=_option(
+            parse_wire_dtype,
+            "float16, bfloat16, float32, short fp16, bf16, fp32, or None",
+            "The dtype of gradients between DDP ranks; None: that of `dtype`.",
+        ),
+    )
+    error_feedback: bool = field(
+        default=False,
+        metadata=_option(
+            parse_flag,
+            "False, True",
+            "Whether what the cast to `wire_dtype` rounds off is added to the next gradients.",
+        ),
+    )
+    check_sync: str | int = field(
+        default="first-step",
+        metadata=_option(
+            parse_check_sync,
+            "first-step, off, whole number above 0",
+            "After which steps DDP ranks compare their parameters: the first, none, every n-th.",
             in_key=False,
         ),
     )
@@ -338,11 +363,7 @@ class Config:
         return ";".join(parts)
 
 
-_PLANNED_OPTIONS = {
-    "wire_dtype": ("float16, bfloat16, float32", "The dtype of gradients sent between ranks."),
-    "error_feedback": ("off, on", "Carry what the wire dtype rounds off to the next step."),
-    "check_sync": ("first-step, off, number of steps", "When ranks compare their weights."),
-}
+_PLANNED_OPTIONS: dict[str, tuple[str, str]] = {}
 
 
 def default_cache_dir(environ: Mapping[str, str] | None = None) -> Path:

@@ -29,3 +29,7 @@ class GraphVerifyError(PassError):
 
 class CodegenError(MpcompileError, RuntimeError):
     """A kernel cannot be generated, built or loaded."""
+
+
+class SyncError(MpcompileError, RuntimeError):
+    """Ranks disagree, or one of them is gone."""

@@ -87,6 +87,30 @@ def parse_dtype(raw: object) -> torch.dtype:
     return dtype
 
 
+def parse_wire_dtype(raw: object) -> torch.dtype | None:
+    """Take a name or a ``torch.dtype``, or None for that of the step."""
+    if raw is None:
+        return None
+    dtype = DTYPES.get(raw.strip().lower()) if isinstance(raw, str) else raw
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
+        hint = suggestion(raw, DTYPES)
+        raise Mistake(f"{raw!r} is no dtype to send in{hint} Use float16, bfloat16 or float32.")
+    return dtype
+
+
+def parse_check_sync(raw: object) -> str | int:
+    """Take ``first-step``, ``off``, or every how many steps."""
+    text = raw.strip() if isinstance(raw, str) else raw
+    if text in ("first-step", "off"):
+        return str(text)
+    try:
+        return parse_count(text)
+    except Mistake as mistake:
+        raise Mistake(
+            f"{raw!r} does not say when to compare. Use first-step, off, or a whole number above 0."
+        ) from mistake
+
+
 def choice(values: tuple[str, ...], planned: tuple[str, ...] = ()) -> Parser:
     """Build a parser that takes one of ``values`` and refuses the ``planned`` ones by name."""
     advice = f"Use {join_or(values)}"

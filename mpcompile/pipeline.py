@@ -7,6 +7,7 @@ from mpcompile.pass_base import GraphPass
 from mpcompile.pass_manager import PassManager
 from mpcompile.passes import (
     AssignPrecision,
+    BucketAllreduce,
     CastComposites,
     FoldCasts,
     FuseUpdates,
@@ -20,6 +21,7 @@ PIPELINE: tuple[GraphPass, ...] = (
     InsertCasts(),
     ScaleLoss(),
     FoldCasts(),
+    BucketAllreduce(),
     FuseUpdates(),
 )
 

@@ -4,6 +4,7 @@ if __name__ != "mpcompile.passes":
     raise ImportError("import 'mpcompile.passes', not the top-level folder 'passes'")
 
 from mpcompile.passes.assign_precision import AssignPrecision
+from mpcompile.passes.bucket_allreduce import BucketAllreduce
 from mpcompile.passes.cast_composites import CastComposites
 from mpcompile.passes.fold_casts import FoldCasts
 from mpcompile.passes.fuse_updates import FuseUpdates
@@ -12,6 +13,7 @@ from mpcompile.passes.scale_loss import ScaleLoss
 
 __all__ = [
     "AssignPrecision",
+    "BucketAllreduce",
     "CastComposites",
     "FoldCasts",
     "FuseUpdates",

@@ -123,9 +123,6 @@ def test_pass_names_are_exact() -> None:
         ("grads", "drop"),
         ("table", "apex-o1"),
         ("table", "grappler"),
-        ("wire_dtype", "bfloat16"),
-        ("error_feedback", "off"),
-        ("check_sync", "off"),
     ],
 )
 def test_what_is_planned_is_refused_by_name(name: str, value: object) -> None:
@@ -201,17 +198,36 @@ def test_all_mistakes_of_a_call_come_together() -> None:
         {"MPCOMPILE_TABEL": "painted", "MPCOMPILE_LOWERING": "cuda"},
         dtype="fp61",
         disable=["fold"],
-        wire_dtype="fp16",
+        wire_dtype="int8",
     )
     assert text.startswith("5 mistakes in the options of backend 'mpcompile':\n")
     for part in (
         "options['dtype']: 'fp61' is no dtype",
         "options['disable']: 'fold' is no pass",
-        "options['wire_dtype']: this option is not yet built",
+        "options['wire_dtype']: 'int8' is no dtype to send in",
         "'MPCOMPILE_TABEL' is no option; did you mean 'MPCOMPILE_TABLE'?",
         "environment MPCOMPILE_LOWERING: 'cuda' is unknown",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [("fp16", torch.float16), ("bfloat16", torch.bfloat16), (torch.float32, torch.float32)],
+)
+def test_wire_dtype_takes_names_and_dtypes(raw: object, value: torch.dtype) -> None:
+    assert parse(wire_dtype=raw).wire_dtype is value
+    assert parse(wire_dtype=None).wire_dtype is None
+
+
+@pytest.mark.parametrize(("raw", "value"), [("off", "off"), ("first-step", "first-step"), ("7", 7)])
+def test_check_sync_takes_a_word_or_a_count(raw: object, value: object) -> None:
+    assert parse(check_sync=raw).check_sync == value
+
+
+def test_wrong_check_sync_is_refused() -> None:
+    expected = "options['check_sync']: 0 does not say when to compare. Use first-step, off, or a"
+    assert expected in refusal(check_sync=0)
 
 
 def test_environment_sets_every_option() -> None:

@@ -18,6 +18,9 @@ import torch
 
 from mpcompile.runtime import dispatch
 
+_DDP_FILE = "/torch/nn/parallel/distributed.py"
+_DDP_REASON = "DistributedDataParallel runs between graphs"
+
 ContextCtor = Callable[[], AbstractContextManager[Any]]
 
 
@@ -27,6 +30,8 @@ def tracing_patcher(recompile_limit: int, whole: bool) -> Callable[[], Callable[
     ``whole`` has it trace ``backward()``. ``.item()`` and ``nonzero`` stay in the graph: what
     stands between two breaks on them would run eagerly, in fp32. Hooks that a module gets after
     compilation are called. Recurrent layers become one op each (``remedies.recurrent_layers``).
+    A model inside DDP is one graph: DDPOptimizer would cut it at every bucket, refuses
+    checkpointing, and gives float32 values at each cut.
     ``config.patch`` does the same at ten times the price, which each call of a step would pay.
     """
     patcher: Callable[[], Callable[[], None]] = torch._dynamo.config._make_closure_patcher(
@@ -36,6 +41,7 @@ def tracing_patcher(recompile_limit: int, whole: bool) -> Callable[[], Callable[
         trace_autograd_ops=whole,
         allow_rnn=True,
         skip_nnmodule_hook_guards=False,
+        optimize_ddp=False,
     )
     return patcher
 
@@ -199,6 +205,8 @@ def _format_break(reason: Any) -> GraphBreak:
     text = lines[0] if lines else ""
     if stack and stack[-1].filename == dispatch.__file__ and stack[-1].name == "step":
         text = dispatch.BREAK_REASON
+    elif any(frame.filename.endswith(_DDP_FILE) for frame in stack):
+        text = _DDP_REASON
     inside = ("/site-packages/torch/", dispatch.__file__)
     frames = [f for f in stack if not any(part in f.filename for part in inside)]
     if not frames and text != dispatch.BREAK_REASON:

@@ -17,6 +17,7 @@ import torch
 
 from mpcompile.capture import dynamo_api, dynamo_variables, hooks, remedies
 from mpcompile.capture.assignment import read_assignment
+from mpcompile.capture.ddp import GradientSync
 from mpcompile.capture.parameter_lists import ParameterLists
 from mpcompile.capture.replay import EXACT, HALF, MOVES, Bounds, Replay
 from mpcompile.config import Config, is_disabled
@@ -65,6 +66,7 @@ class Session:
         report: what was done so far; ``last_report`` returns it.
         used_overrides: entries of ``keep_fp32`` and ``keep_half`` that named a node.
         updates: the fused updates of the optimizers that the step uses.
+        sync: how gradients go between ranks.
         assigned: precision by region and node name that the user read from a file.
         loss_scale: how gradients are scaled; None if they need not be.
         watches_overflow: whether graphs are run node by node to find the first Inf or NaN.
@@ -80,6 +82,7 @@ class Session:
         fused = self.manager.is_enabled("fuse-updates")
         self.updates = Updates(config.cache_dir, fused, self.loss_scale)
         self.watches_overflow = False
+        self.sync = GradientSync(config)
         self._num_calls = 0
         self._num_prepared = 0
         self._whole = config.capture == "whole"
@@ -135,7 +138,7 @@ class Session:
         if self.loss_scale is not None:
             self.loss_scale.begin_call()
         try:
-            with self._dispatching():
+            with self._dispatching(), self.sync.running():
                 yield
         finally:
             restore_tracing()
@@ -191,6 +194,7 @@ class Session:
         if self.updates.num_prepared() != self._num_prepared:
             self._num_prepared = self.updates.num_prepared()
             self.report.updates = self.updates.records()
+        self.report.syncs = self.sync.records()
         error = sys.exc_info()[1]
         if error is not None:
             explain_limit(error)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpcompile.config import Config
+from mpcompile.distributed.record import SyncRecord
 from mpcompile.graph.diff import format_diff
 from mpcompile.graph.roles import GraphKind
 from mpcompile.inspection.measure import CastRecord, DecisionRecord, OpTotals
@@ -148,6 +149,7 @@ class StepReport:
         updates: the optimizers' updates and their kernels.
         whole: for each graph that holds its updates, the parts that run in turn.
         replayed: how many steps were replayed eagerly and compared (``check``).
+        syncs: what each DistributedDataParallel module sends between ranks.
         breaks: why and where graphs ended early: ``(reason, line)``, each once.
         loss_scale: the loss scale when the report was asked for; None if nothing was scaled.
         overflow: where the first Inf or NaN came from; only ``explain`` in float16 looks for it.
@@ -161,6 +163,7 @@ class StepReport:
     replayed: int = 0
     loss_scale: ScaleRecord | None = None
     overflow: OverflowRecord | None = None
+    syncs: list[SyncRecord] = field(default_factory=list)
 
     def add_break(self, reason: str, line: str) -> None:
         """Note a graph break; repeats are dropped."""

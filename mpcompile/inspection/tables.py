@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 from tabulate import tabulate
 
+from mpcompile.distributed.record import SyncRecord
+from mpcompile.graph.printer import format_dtype
 from mpcompile.inspection.report import OverflowRecord, RegionReport, StepReport
 from mpcompile.pass_base import PassRecord
 from mpcompile.runtime.record import ScaleRecord, UpdateRecord
@@ -25,6 +28,8 @@ def format_report(report: StepReport) -> str:
         _title("Ops and matmul FLOPs by dtype", _format_totals(report.regions)),
         _title("Saved for backward", _format_saved(report.regions)),
         _title("Casts", _format_casts(report.regions)),
+        _title("Gradients between ranks", _format_syncs(report.syncs)),
+        _title("Buckets", _format_buckets(report.syncs)),
         _title("Updates", _format_updates(report.updates)),
         _title("Loss scale", _format_loss_scale(report.loss_scale)),
         _title("First Inf or NaN", _format_overflow(report.overflow)),
@@ -175,6 +180,49 @@ def _format_overflow(record: OverflowRecord | None) -> str:
     part = "backward" if record.is_backward else "forward"
     row = (record.region, part, record.text, record.line)
     return _table([row], ("region", "graph", "node", "line"))
+
+
+def _format_syncs(syncs: Sequence[SyncRecord]) -> str:
+    rows = []
+    for sync in syncs:
+        a_step = f"{format_bytes(sync.bytes_a_step)}, {sync.bytes_a_parameter:.2f} a parameter"
+        feedback = "on" if sync.error_feedback else "off"
+        counts = (sync.num_backwards, sync.num_resent) if sync.buckets else ("", "")
+        rows.append(
+            (
+                f"{sync.module} on {sync.num_ranks} ranks",
+                sync.wire,
+                a_step if sync.buckets else "",
+                *counts,
+                feedback,
+                sync.sender,
+            )
+        )
+    headers = ("module", "wire", "bytes a step", "reduced", "sent again", "error feedback", "by")
+    return _table(rows, headers)
+
+
+def _format_buckets(syncs: Sequence[SyncRecord]) -> str:
+    """One row a bucket; times are of the last backward, from the start of the first bucket."""
+    rows = []
+    for sync in syncs:
+        for bucket, times in zip_longest(sync.buckets, sync.times):
+            dtypes = f"{format_dtype(bucket.dtype)} -> {format_dtype(bucket.wire)}"
+            members = f"{bucket.names[0]} .. {bucket.names[-1]} ({len(bucket.names)})"
+            shown = (bucket.index, members, dtypes, format_bytes(bucket.wire_bytes))
+            when = (f"{times.start_ms:.1f}", f"{times.arrive_ms:.1f}") if times else ("", "")
+            rows.append((sync.module, *shown, *when, f"{sync.wait_ms:.1f}"))
+    headers = (
+        "module",
+        "bucket",
+        "parameters",
+        "dtypes",
+        "bytes",
+        "start ms",
+        "arrives",
+        "waited for from",
+    )
+    return _table(rows, headers)
 
 
 def _format_casts(regions: Sequence[RegionReport]) -> str:

@@ -182,6 +182,7 @@ def test_report_dir_gets_one_file_a_pass(tmp_path: Path) -> None:
         f"region{region.index}-aten-2-insert-casts.txt",
         f"region{region.index}-aten-3-scale-loss.txt",
         f"region{region.index}-aten-4-fold-casts.txt",
+        f"region{region.index}-aten-5-bucket-allreduce.txt",
         f"region{region.index}-dynamo-0-before.txt",
         f"region{region.index}-dynamo-1-cast-composites.txt",
     ]

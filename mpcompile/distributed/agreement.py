@@ -1,0 +1,95 @@
+"""Find out that ranks disagree, on the plan before the first bucket and on parameters after a step.
+
+Both compare one number a thing with a single all-reduce of ``(x, -x)`` under MAX, which gives the
+largest and the smallest. Only a disagreement, which all ranks then see, costs a second round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+
+from mpcompile.distributed import failures
+from mpcompile.distributed.plan import BucketPlan
+from mpcompile.errors import SyncError
+
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+_NOTHING = "nothing"
+
+
+def compare_plans(plan: BucketPlan, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Check that all ranks of ``group`` have the same plan.
+
+    Raises:
+        SyncError: they have not, or one of them is gone.
+    """
+    try:
+        if not _differing(torch.tensor([plan.digest()], device=device), group):
+            return
+        found: list[tuple[str, ...]] = [()] * group.size()
+        dist.all_gather_object(found, plan.lines, group=group)
+    except RuntimeError as error:
+        raise SyncError(failures.describe("comparing bucket plans", error)) from error
+    other = next(rank for rank, lines in enumerate(found) if lines != found[0])
+    here, there = _first_difference(found[0], found[other])
+    raise SyncError(
+        f"ranks would send different buckets: rank 0 has {here!r}, rank {other} has {there!r}. "
+        "Build the same model with the same options and environment on every rank."
+    )
+
+
+def compare_parameters(
+    named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, when: str
+) -> None:
+    """Check that parameters are the same on all ranks of ``group``, bit for bit.
+
+    Raises:
+        SyncError: one differs, or a rank is gone.
+    """
+    if not named:
+        return
+    sums = torch.stack([checksum(parameter) for _, parameter in named])
+    try:
+        differing = _differing(sums, group)
+    except RuntimeError as error:
+        raise SyncError(failures.describe(f"comparing parameters {when}", error)) from error
+    if not differing:
+        return
+    name, parameter = named[differing[0]]
+    raise SyncError(
+        f"check_sync {when}: parameter {name} {tuple(parameter.shape)} is the first of "
+        f"{len(differing)} of {len(named)} that differ between ranks, so gradients were not "
+        "averaged or were changed afterwards on one rank only. Look for code that runs on some "
+        "ranks only, for parameters changed after DistributedDataParallel was built, and for "
+        "gradients changed before the step; options={'check_sync': 1} tells the first such step."
+    )
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sum over the bits of ``tensor``, int64 and 0-dim; equal for equal bits."""
+    flat = tensor.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    bits = flat.view(_BITS[flat.element_size()]) if flat.dtype is not torch.bool else flat
+    return bits.sum(dtype=torch.int64)
+
+
+def _differing(numbers: torch.Tensor, group: dist.ProcessGroup) -> list[int]:
+    both = torch.cat([numbers, -numbers])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = both[: len(numbers)], -both[len(numbers) :]
+    found: list[int] = (largest != smallest).nonzero().flatten().tolist()
+    return found
+
+
+def _first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
+    """Return the first words that differ, each with the head of its line."""
+    for here, there in zip_longest(one, other, fillvalue=_NOTHING):
+        head = here.partition(":")[0]
+        for word, instead in zip_longest(here.split(), there.split(), fillvalue=_NOTHING):
+            if word != instead:
+                return f"{head}: {word}", f"{head}: {instead}"
+    raise AssertionError("digests differ, lines do not")

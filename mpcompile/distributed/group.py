@@ -1,0 +1,199 @@
+"""A process group that sends float32 buckets in 16 bits.
+
+DDP's reducer is given this group in place of its own while a step of ours runs, and keeps doing all
+else that it does: order and size of buckets, unused parameters, accumulation, overlap. A
+communication hook could do the same arithmetic, but can never be taken off again.
+
+Private torch API, seen in 2.11 to 2.14: ``_create_work_from_future``; a Python subclass of
+``ProcessGroup`` that overrides ``allreduce`` and ``broadcast`` is what C++ calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpcompile.distributed import failures, wire
+from mpcompile.distributed.plan import Bucket, BucketPlan
+from mpcompile.distributed.residuals import Residuals
+from mpcompile.errors import SyncError
+
+
+@dataclass
+class Sending:
+    """One bucket on its way.
+
+    Attributes:
+        bucket: which.
+        grads: the reducer's flat gradients, each already divided by the number of ranks.
+        future: done when ``grads`` holds the mean.
+        factor: what ``grads`` is multiplied by while it awaits the sum, 0-dim; None if nothing is.
+        largest: magnitude of the largest sum on the wire; None if nobody asked.
+        started: seconds on the clock; ``arrived`` as well.
+    """
+
+    bucket: Bucket
+    grads: torch.Tensor
+    future: Any = None
+    factor: torch.Tensor | None = None
+    largest: torch.Tensor | None = None
+    started: float = field(default_factory=time.perf_counter)
+    arrived: float = 0.0
+
+
+class WireGroup(dist.ProcessGroup):
+    """``inner``, except that gradients go in the dtype that the plan has for their bucket."""
+
+    def __init__(
+        self,
+        inner: dist.ProcessGroup,
+        error_feedback: bool,
+        on_first: Callable[[], None],
+    ) -> None:
+        """Wrap ``inner``; ``on_first`` is called when the first bucket of a backward is sent."""
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # stubs lack it
+        self._inner = inner
+        self._on_first = on_first
+        self._plan = BucketPlan(())
+        self._is_blocking = False
+        self.residuals = Residuals() if error_feedback else None
+        self.sums: dict[int, torch.Tensor] = {}
+        self.sendings: list[Sending] = []
+        self.num_resent = 0
+
+    def begin(self, plan: BucketPlan, is_blocking: bool) -> None:
+        """Prepare for one backward.
+
+        Args:
+            plan: the buckets to come, in order.
+            is_blocking: wait for each bucket at once, because the reducer reads it before
+                ``finish`` can look at it.
+        """
+        if plan != self._plan:
+            self.sums.clear()
+            if self.residuals is not None:
+                self.residuals.lay_out(plan)
+        self._plan = plan
+        self._is_blocking = is_blocking
+        self.sendings = []
+
+    def getBackendName(self) -> str:  # torch's name
+        """Return the name that torch prints."""
+        return "mpcompile"
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    def broadcast(self, tensors: Any, opts: Any) -> Any:
+        """Broadcast as ``inner`` does: the reducer agrees on rebuilt buckets with it."""
+        return self._inner.broadcast(tensors, opts)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        """Start the all-reduce of the next bucket; what is no bucket goes as it is."""
+        (grads,) = tensors
+        position = len(self.sendings)
+        if not grads.is_floating_point() or position >= len(self._plan.buckets):
+            return self._inner.allreduce(tensors, opts)
+        sending = Sending(self._plan.buckets[position], grads)
+        assert sending.bucket.num_elements == grads.numel(), sending.bucket
+        self.sendings.append(sending)
+        if position == 0:
+            self._on_first()
+        if sending.bucket.wire is grads.dtype:
+            sending.future = self._inner.allreduce(tensors, opts).get_future()
+            sending.future = sending.future.then(lambda future: _arrive(sending, future))
+        else:
+            self._start(sending, opts)
+        if self._is_blocking:
+            self._complete(sending)
+        return _work_of(sending.future)
+
+    def _start(self, sending: Sending, opts: Any) -> None:
+        grads, bucket = sending.grads, sending.bucket
+        residual = None
+        if self.residuals is not None:
+            residual = self.residuals.of(bucket, grads)
+            grads.add_(residual)
+        sending.factor = self._factor(bucket)
+        grads.mul_(sending.factor)
+        sent = grads.to(bucket.wire)
+        if residual is not None:
+            torch.sub(grads, sent, out=residual).div_(sending.factor)
+            residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # of a step that is skipped
+        future = self._inner.allreduce([sent], opts).get_future()
+        sending.future = future.then(lambda done: _receive(sending, done))
+
+    def _factor(self, bucket: Bucket) -> torch.Tensor:
+        """Return what gradients, divided by the number of ranks, are multiplied by to be sent."""
+        factor = torch.tensor(1.0 / wire.post_factor(self.size()))
+        known = self.sums.get(bucket.index)
+        return factor if known is None else factor * wire.scale_for(known)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    def finish(self) -> None:
+        """Wait for all buckets and send those again, in float32, whose sum left float16's range.
+
+        Raises:
+            SyncError: a bucket did not arrive.
+        """
+        if not self._is_blocking:
+            for sending in self.sendings:
+                self._complete(sending)
+
+    def _complete(self, sending: Sending) -> None:
+        bucket = sending.bucket
+        try:
+            sending.future.wait()
+            if sending.largest is None:
+                return
+            if not bool(torch.isfinite(sending.largest)):
+                self._resend(sending)
+        except RuntimeError as error:
+            doing = f"{len(self._plan.buckets)} (it begins with {bucket.names[0]})"
+            doing = f"reducing gradient bucket {bucket.index + 1} of {doing}"
+            raise SyncError(failures.describe(doing, error)) from error
+        assert sending.factor is not None
+        scale = sending.factor * wire.post_factor(self.size())
+        self.sums[bucket.index] = sending.largest / scale
+
+    def _resend(self, sending: Sending) -> None:
+        """Reduce in float32; all ranks see the same overflow, so all come here."""
+        assert sending.factor is not None
+        self._inner.allreduce([sending.grads]).wait()
+        sending.largest = wire.largest_magnitude(sending.grads)
+        sending.grads.div_(sending.factor)
+        if self.residuals is not None:
+            self.residuals.of(sending.bucket, sending.grads).zero_()
+        self.num_resent += 1
+
+
+def _work_of(future: Any) -> Any:
+    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]  # stubs lack it
+
+
+def _arrive(sending: Sending, future: Any) -> Any:
+    value = future.value()
+    sending.arrived = time.perf_counter()
+    return value
+
+
+def _receive(sending: Sending, future: Any) -> list[torch.Tensor]:
+    """Turn the sum on the wire into the mean; keep the local gradients if it overflowed."""
+    assert sending.factor is not None
+    (summed,) = future.value()
+    grads = sending.grads
+    if summed.dtype is not torch.float16:
+        grads.copy_(summed).div_(sending.factor)
+    else:
+        sending.largest = wire.largest_magnitude(summed)
+        is_finite = torch.isfinite(sending.largest)
+        if grads.device.type != "cpu":  # the host must not wait for the device here
+            grads.copy_(torch.where(is_finite, summed.float() / sending.factor, grads))
+        elif bool(is_finite):
+            grads.copy_(summed).div_(sending.factor)
+    sending.arrived = time.perf_counter()
+    return [grads]

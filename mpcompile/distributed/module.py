@@ -1,0 +1,176 @@
+"""One DistributedDataParallel module under a compiled step: when its gradients go our way.
+
+A forward of ours that will be followed by a reducing backward puts our process group into the
+reducer, and the end of that backward, or of the call, takes it out. So every other use of the
+instance is stock.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from mpcompile.distributed import ddp_api
+from mpcompile.distributed.agreement import compare_parameters, compare_plans
+from mpcompile.distributed.group import WireGroup
+from mpcompile.distributed.plan import BucketPlan
+from mpcompile.distributed.record import BucketTimes, SyncRecord
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """What the user asked for.
+
+    Attributes:
+        wire: dtype that float32 gradients are sent in.
+        error_feedback: keep what the cast rounds off.
+        check_every: compare parameters after every so many reductions; 0 for never, None for after
+            the first only.
+    """
+
+    wire: torch.dtype
+    error_feedback: bool = False
+    check_sync: str | int = "first-step"
+    refusal: str = ""
+
+    def is_check_due(self, num_backwards: int) -> bool:
+        """Whether parameters are compared after so many reductions."""
+        if isinstance(self.check_sync, int):
+            return num_backwards % self.check_sync == 0
+        return self.check_sync == "first-step" and num_backwards == 1
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What ranks must agree on, as text."""
+        return (f"error_feedback: {self.error_feedback}", f"check_sync: {self.check_sync}")
+
+
+class ModuleSync:
+    """Sends the gradients of one module, checks that ranks agree, and keeps the record."""
+
+    def __init__(self, ddp: DistributedDataParallel, settings: SyncSettings) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._settings = settings
+        self._group = WireGroup(ddp.process_group, settings.error_feedback, self._expect_end)
+        self._plan = BucketPlan(())
+        self._plan_version: object = None
+        self._is_installed = False
+        self._is_check_due = False
+        self._num_backwards = 0
+        self._wait_s = 0.0
+        self.refusal = ""
+
+    def prepare(self) -> None:
+        """Get ready for the backward of a forward that starts now.
+
+        Raises:
+            SyncError: ranks disagree.
+        """
+        ddp = self._module()
+        self.check()
+        self.refusal = self._settings.refusal or ddp_api.refusal(ddp)
+        if self.refusal or not ddp_api.will_reduce(ddp):
+            self.restore()
+            return
+        version = ddp_api.plan_version(ddp)
+        if version != self._plan_version:
+            buckets = ddp_api.read_buckets(ddp, self._settings.wire)
+            self._plan = BucketPlan(buckets, self._settings.lines)
+            compare_plans(self._plan, ddp.process_group, ddp.device)
+            self._plan_version = version
+        self._group.begin(self._plan, ddp_api.is_read_early(ddp))
+        ddp_api.set_reducer_group(ddp, self._group)
+        self._is_installed = True
+
+    def restore(self) -> None:
+        """Give the reducer its own group back."""
+        ddp = self._ddp()
+        if self._is_installed and ddp is not None:
+            ddp_api.set_reducer_group(ddp, ddp.process_group)
+        self._is_installed = False
+
+    def check(self) -> None:
+        """Compare parameters across ranks, if a backward has made that due.
+
+        Raises:
+            SyncError: a parameter differs.
+        """
+        if self._is_check_due:
+            self._is_check_due = False
+            ddp = self._module()
+            when = f"after {self._num_backwards} reductions of gradients"
+            compare_parameters(list(ddp_api.named_parameters(ddp)), ddp.process_group, when)
+
+    def record(self) -> SyncRecord:
+        """Return what is sent, for reports."""
+        ddp = self._module()
+        name, size = type(ddp.module).__name__, ddp.process_group.size()
+        if self.refusal:
+            return SyncRecord(name, size, f"stock DDP: {self.refusal}")
+        sendings = self._group.sendings
+        start = sendings[0].started if sendings else 0.0
+        times = [
+            BucketTimes((item.started - start) * 1e3, (item.arrived - start) * 1e3)
+            for item in sendings
+        ]
+        return SyncRecord(
+            module=name,
+            num_ranks=size,
+            sender="mpcompile, in the place of the reducer's process group",
+            buckets=self._plan.buckets,
+            times=tuple(times),
+            wait_ms=(self._wait_s - start) * 1e3,
+            num_backwards=self._num_backwards,
+            num_resent=self._group.num_resent,
+            error_feedback=self._settings.error_feedback,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next step depends on: this rank's residuals by parameter."""
+        residuals = self._group.residuals
+        return {
+            "rank": self._rank(),
+            "residuals": {} if residuals is None else residuals.state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what ``state_dict`` gave on this rank; what another rank owes is left out."""
+        if self._group.residuals is None:
+            return
+        if state["rank"] != self._rank():
+            warnings.warn(
+                f"mpcompile: rank {self._rank()} was given the error feedback of rank "
+                f"{state['rank']} and starts without any. Save mpcompile.state_dict(step) on every "
+                "rank, to a file of its own, and load each on its rank.",
+                stacklevel=2,
+            )
+            return
+        self._group.residuals.load(state["residuals"])
+
+    def _rank(self) -> int:
+        return self._module().process_group.rank()
+
+    def _module(self) -> DistributedDataParallel:
+        ddp = self._ddp()
+        assert ddp is not None, "a module that is gone has no steps"
+        return ddp
+
+    def _expect_end(self) -> None:
+        """Called when the first bucket is sent: have ``_end`` called when backward is through."""
+        Variable._execution_engine.queue_callback(self._end)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    def _end(self) -> None:
+        self._wait_s = time.perf_counter()
+        self._group.finish()
+        self.restore()
+        self._num_backwards += 1
+        self._is_check_due = self._settings.is_check_due(self._num_backwards)

@@ -1,0 +1,49 @@
+"""The arithmetic of a 16-bit bucket: what is divided before the cast, and what after the sum.
+
+The mean over ``world`` ranks is the sum of ``gradient / world``. Divided wholly before the cast,
+small gradients fall below the smallest 16-bit number; divided wholly after it, the sum overflows.
+So a power of two near ``sqrt(world)`` is divided off before, exactly, the rest in float32 after.
+
+float16 has few exponents, so its buckets are also scaled by a power of two: it puts the largest
+sum of the step before, which every rank knows, just below ``TARGET``. A sum that overflows all the
+same is sent again in float32; see ``group.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+TARGET = 1024.0
+"""Where the largest sum of a float16 bucket is put: a factor of 64 below overflow."""
+_LARGEST_EXPONENT = 60.0
+
+
+def predivision(world: int) -> int:
+    """Return the smallest power of two whose square is not below ``world``."""
+    power = 1
+    while power * power < world:
+        power *= 2
+    return power
+
+
+def post_factor(world: int) -> float:
+    """Return what the sum over ranks is multiplied by to complete the mean."""
+    return predivision(world) / world
+
+
+def largest_magnitude(bucket: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of a bucket, 0-dim float32; not finite if an element is not."""
+    low, high = torch.aminmax(bucket)
+    return torch.maximum(-low.float(), high.float())
+
+
+def scale_for(largest: torch.Tensor) -> torch.Tensor:
+    """Return the power of two that puts sums of magnitude ``largest`` just below ``TARGET``.
+
+    It is computed on the device, without a look from the host; one if ``largest`` is zero or not
+    finite.
+    """
+    exponent = torch.log2(TARGET / largest).floor()
+    exponent = exponent.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+    is_usable = torch.isfinite(largest) & (largest > 0)
+    return torch.where(is_usable, torch.exp2(exponent), 1.0)
