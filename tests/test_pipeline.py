@@ -55,7 +55,8 @@ def test_pass_is_a_frozen_value_that_prints_its_options(item: GraphPass) -> None
     again = type(item)()
     assert again == item
     assert hash(again) == hash(item)
-    options = ", ".join(f"{field.name}={field.default}" for field in dataclasses.fields(item))
+    fields = dataclasses.fields(item)  # type: ignore[arg-type]  # each pass is one
+    options = ", ".join(f"{field.name}={field.default}" for field in fields)
     assert repr(again) == repr(item) == f"{type(item).__name__}({options})"
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(item, "name", "other")  # noqa: B010  # what a checker would refuse

@@ -17,7 +17,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class GradientSync:
         """Return the state of each module, in the order in which they were first called."""
         return [module.state_dict() for module in self._modules.values()]
 
-    def load_state_dict(self, state: list[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Take what ``state_dict`` gave, now or when the modules are first called."""
         self._pending = list(state)
         for module in self._modules.values():

@@ -12,7 +12,7 @@ _ADVICE = (
 def describe(doing: str, error: BaseException) -> str:
     """Return the message for ``doing`` that failed with ``error``."""
     lines = str(error).strip().splitlines()
-    return f"{doing} failed: {lines[-1] if lines else 'no reason given'}. {_ADVICE}"
+    return f"{doing} failed: {lines[0] if lines else 'no reason given'}. {_ADVICE}"
 
 
 def note(error: BaseException) -> None:

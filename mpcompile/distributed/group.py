@@ -118,7 +118,7 @@ class WireGroup(dist.ProcessGroup):
         if self.residuals is not None:
             residual = self.residuals.of(bucket, grads)
             grads.add_(residual)
-        sending.factor = self._factor(bucket)
+        sending.factor = self._factor(bucket, grads)
         grads.mul_(sending.factor)
         sent = grads.to(bucket.wire)
         if residual is not None:
@@ -127,11 +127,22 @@ class WireGroup(dist.ProcessGroup):
         future = self._inner.allreduce([sent], opts).get_future()
         sending.future = future.then(lambda done: _receive(sending, done))
 
-    def _factor(self, bucket: Bucket) -> torch.Tensor:
-        """Return what gradients, divided by the number of ranks, are multiplied by to be sent."""
+    def _factor(self, bucket: Bucket, grads: torch.Tensor) -> torch.Tensor:
+        """Return what ``grads``, divided by the number of ranks, are multiplied by to be sent."""
         factor = torch.tensor(1.0 / wire.post_factor(self.size()))
-        known = self.sums.get(bucket.index)
-        return factor if known is None else factor * wire.scale_for(known)
+        if bucket.wire is not torch.float16:
+            return factor
+        if bucket.index not in self.sums:
+            self.sums[bucket.index] = self._bound_sum(grads) * factor
+        return factor * wire.scale_for(self.sums[bucket.index])
+
+    def _bound_sum(self, grads: torch.Tensor) -> torch.Tensor:
+        """Ask all ranks how large a sum can become; for the first step of a plan."""
+        largest = wire.largest_magnitude(grads).reshape(1)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self._inner.allreduce([largest], options).wait()
+        return largest[0] * self.size()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def finish(self) -> None:

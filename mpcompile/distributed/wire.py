@@ -5,8 +5,8 @@ small gradients fall below the smallest 16-bit number; divided wholly after it, 
 So a power of two near ``sqrt(world)`` is divided off before, exactly, the rest in float32 after.
 
 float16 has few exponents, so its buckets are also scaled by a power of two: it puts the largest
-sum of the step before, which every rank knows, just below ``TARGET``. A sum that overflows all the
-same is sent again in float32; see ``group.py``.
+sum of the step before, which every rank knows, just below ``TARGET``; for a first step ranks ask
+each other. A sum that overflows all the same is sent again in float32; see ``group.py``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,88 @@
+"""One rank of a run in which rank 1 dies, hangs or raises: ``faulty_rank.py rank port phase fault``.
+
+Rank 0 prints what it ended with, as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mpcompile.errors import SyncError
+from tests.distributed.ranks import join_group
+
+SECONDS = 6.0
+FAULTY_STEP = 1
+
+
+class Fault:
+    """Strikes rank 1 in its second step, at one phase of it."""
+
+    def __init__(self, rank: int, phase: str, kind: str) -> None:
+        self._rank, self._phase, self._kind = rank, phase, kind
+        self.step = 0
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    def at(self, phase: str) -> None:
+        if self._rank == 0 or phase != self._phase or self.step != FAULTY_STEP:
+            return
+        if self._kind == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self._kind == "hang":
+            time.sleep(10 * SECONDS)
+        raise ValueError("the user's own error")
+
+
+def build(fault: Fault) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.Linear(24, 6))
+    net[0].weight.register_hook(lambda grad: fault.at("backward"))
+    model = DistributedDataParallel(net, bucket_cap_mb=0.0005)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        fault.at("forward")
+        loss = F.cross_entropy(model(x), labels)
+        loss.backward()
+        fault.at("update")
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return torch.compile(step, backend="mpcompile", options={"lowering": "eager", "check_sync": 1})
+
+
+def main(rank: int, port: int, phase: str, kind: str) -> None:
+    torch.set_num_threads(1)
+    join_group(rank, port, 2, SECONDS)
+    fault = Fault(rank, phase, kind)
+    step = build(fault)
+    start = time.perf_counter()
+    try:
+        for fault.step in range(3):
+            start = time.perf_counter()
+            step(torch.randn(8, 12), torch.randint(6, (8,)))
+            fault.at("between")
+    except RuntimeError as error:
+        found = {
+            "type": type(error).__name__,
+            "is_sync": isinstance(error, SyncError),
+            "text": "\n".join([str(error), *getattr(error, "__notes__", ())]),
+            "seconds": time.perf_counter() - start,
+        }
+        print(json.dumps(found), flush=True)
+        os._exit(3)  # a group that has lost a rank cannot be left in good order
+    print(json.dumps({"type": "", "text": "trained on", "seconds": 0.0}), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
