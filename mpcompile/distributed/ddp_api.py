@@ -75,6 +75,8 @@ def named_parameters(ddp: DistributedDataParallel) -> Iterator[tuple[str, torch.
 
 def read_buckets(ddp: DistributedDataParallel, wire: torch.dtype) -> tuple[Bucket, ...]:
     """Return the reducer's buckets in the order of sending."""
+    if ddp.process_group.size() == 1:
+        wire = torch.float32  # nothing is sent
     names = {parameter: name for name, parameter in named_parameters(ddp)}
     found = []
     for index, bucket in enumerate(ddp.reducer._get_zeros_like_grad_buckets()):

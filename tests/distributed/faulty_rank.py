@@ -1,4 +1,4 @@
-"""One rank of a run in which rank 1 dies, hangs or raises: ``faulty_rank.py rank port phase fault``.
+"""One rank of a run in which rank 1 dies, hangs or raises. Arguments: rank, port, phase, fault.
 
 Rank 0 prints what it ended with, as one line of JSON.
 """
@@ -44,8 +44,9 @@ class Fault:
 
 def build(fault: Fault) -> Any:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.Linear(24, 6))
-    net[0].weight.register_hook(lambda grad: fault.at("backward"))
+    first = nn.Linear(12, 24)
+    first.weight.register_hook(lambda grad: fault.at("backward"))
+    net = nn.Sequential(first, nn.BatchNorm1d(24), nn.Linear(24, 6))
     model = DistributedDataParallel(net, bucket_cap_mb=0.0005)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
 
