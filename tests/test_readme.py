@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mpcompile
+from mpcompile.capture.session import session_of
 from mpcompile.cli import main
 from mpcompile.config import PLANNED_PASSES, option_rows
 from mpcompile.pipeline import PIPELINE
@@ -19,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [(match[1] or "", match[2], match[3]) for match in FENCE.finditer(README)]
+SEVERAL_RANKS = "several ranks"
 USE = "opt.zero_grad(set_to_none=True)\n    return loss.detach()\n\n\ncompiled_step"
 
 
@@ -35,7 +40,9 @@ def block(marker: str) -> str:
 
 def run_blocks(folder: Path, *containing: str) -> dict[str, Any]:
     """Run Python blocks as one script called train.py: all, or those that contain some text."""
-    blocks = [text for _, language, text in BLOCKS if language == "python"]
+    blocks = [
+        text for found, language, text in BLOCKS if language == "python" and found != SEVERAL_RANKS
+    ]
     if containing:
         blocks = [text for text in blocks if any(part in text for part in containing)]
     script = folder / "train.py"
@@ -69,6 +76,18 @@ def test_python_blocks_run_in_order(
     assert names["step_by_hand"](x, y).isfinite()
     assert names["penalty"](x, x.mT).isfinite()
     assert names["angles"](x, x.mT).isfinite().all()
+
+
+def test_block_for_several_ranks_runs_behind_the_first_step(lowered_eagerly: Path) -> None:
+    names = run_blocks(lowered_eagerly, USE)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        exec(block(SEVERAL_RANKS), names)
+    finally:
+        dist.destroy_process_group()
+    session = session_of(names["compiled_step"])
+    assert session is not None
+    assert session.config.wire_dtype is torch.float16
 
 
 @pytest.mark.slow
