@@ -96,6 +96,17 @@ def run_turn(row: Row, text: Tensor, steps: int, counter: Path, is_counted: bool
         row.sent_bytes.append((int(counter.read_text()) - before) / steps)
 
 
+def measure_link(num_elements: int, dtype: torch.dtype, calls: int = 7) -> float:
+    """Return the median time of an all-reduce alone, in seconds."""
+    values, times = torch.zeros(num_elements, dtype=dtype), []
+    for _ in range(calls):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(values)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
 def format_results(rows: Sequence[Row], num_params: int) -> str:
     """Lay the rows out: times as medians over turns, ratios within a turn, bytes, last losses."""
     by_name = {row.name: row for row in rows}
@@ -158,17 +169,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     counter = Path(f"/sys/class/net/{arguments.interface}/statistics/tx_bytes")
     text, _ = load_corpus()
     rows = [build_row(name, arguments.dtype, rank) for name in arguments.rows]
+    num_params = sum(p.numel() for p in rows[0].model.parameters())
+    alone = [measure_link(num_params, dtype) for dtype in (torch.float32, torch.float16)]
     for row in rows:
         run_turn(row, text, arguments.warmup, counter, is_counted=False)
     for _ in range(arguments.turns):
         for row in rows:
             run_turn(row, text, arguments.steps, counter, is_counted=True)
-    num_params = sum(p.numel() for p in rows[0].model.parameters())
     if rank == 0:
         print(f"\n{describe_machine('cpu')}")
         what = f"GPT of {num_params / 1e6:.2f} M parameters, 2 ranks"
         print(f"{arguments.label}: {what}, mpcompile computes in {arguments.dtype}\n")
-        print(format_results(rows, num_params), flush=True)
+        print(format_results(rows, num_params))
+        link = [f"{1e3 * seconds:.0f} ms" for seconds in alone]
+        print(
+            f"\nall gradients in one all-reduce: float32 {link[0]}, float16 {link[1]}", flush=True
+        )
         if arguments.json is not None:
             figures = {r.name: {"turns_s": r.turns, "bytes": r.sent_bytes} for r in rows}
             arguments.json.write_text(json.dumps(figures) + "\n")
