@@ -114,6 +114,18 @@ class GradientSync:
             self._warn(module.refusal)
         _awaiting_backward[ddp] = module
 
+    def agree_on(self, flag: torch.Tensor) -> torch.Tensor:
+        """Return whether ``flag``, 0-dim and bool, is set on any rank of any module's group.
+
+        For a decision that ranks must take together, such as to skip a step; all ranks must ask.
+
+        Raises:
+            SyncError: a rank is gone.
+        """
+        for module in self._modules.values():
+            flag = module.agree_on(flag)
+        return flag
+
     def records(self) -> list[SyncRecord]:
         """Return what each module sends."""
         return [module.record() for module in self._modules.values()]

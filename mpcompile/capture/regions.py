@@ -146,6 +146,7 @@ class RegionRewriter:
         region.add_passes(self._manager.run(Stage.ATEN, gm, self._ctx))
         region.add_passes(self._manager.run(Stage.RUNTIME, gm, self._ctx))
         region.ops_after = measure_ops(gm.graph)
+        region.buckets = measure_buckets(gm.graph)
         region.casts, region.decisions = measure_casts(gm.graph)
         if self._ctx.config.report_dir is not None:
             dump_region(region, self._ctx.config.report_dir)

@@ -68,6 +68,20 @@ def compare_parameters(
     )
 
 
+def agree_on(flag: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return whether ``flag``, 0-dim and bool, is set on any rank of ``group``.
+
+    Raises:
+        SyncError: a rank is gone.
+    """
+    number = flag.to(torch.int32, copy=True)
+    try:
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+    except RuntimeError as error:
+        raise SyncError(failures.describe("agreeing on an overflow", error)) from error
+    return number.bool()
+
+
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return a sum over the bits of ``tensor``, int64 and 0-dim; equal for equal bits."""
     flat = tensor.detach().reshape(-1)

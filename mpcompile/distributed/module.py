@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from mpcompile.distributed import ddp_api
-from mpcompile.distributed.agreement import compare_parameters, compare_plans
+from mpcompile.distributed.agreement import agree_on, compare_parameters, compare_plans
 from mpcompile.distributed.group import WireGroup
 from mpcompile.distributed.plan import BucketPlan
 from mpcompile.distributed.record import BucketTimes, SyncRecord
@@ -108,6 +108,10 @@ class ModuleSync:
             ddp = self._module()
             when = f"after {self._num_backwards} reductions of gradients"
             compare_parameters(list(ddp_api.named_parameters(ddp)), ddp.process_group, when)
+
+    def agree_on(self, flag: torch.Tensor) -> torch.Tensor:
+        """Return whether ``flag`` is set on any rank that averages with this one."""
+        return agree_on(flag, self._module().process_group)
 
     def record(self) -> SyncRecord:
         """Return what is sent, for reports."""

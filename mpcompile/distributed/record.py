@@ -21,6 +21,23 @@ class BucketTimes:
 
 
 @dataclass(frozen=True)
+class GraphBucket:
+    """One bucket that a graph sends by itself.
+
+    Attributes:
+        bucket: what is sent.
+        start: position of the node that starts it.
+        wait: position of the node that waits for it.
+        num_nodes: how many nodes the graph has.
+    """
+
+    bucket: Bucket
+    start: int
+    wait: int
+    num_nodes: int
+
+
+@dataclass(frozen=True)
 class SyncRecord:
     """The gradients of one DistributedDataParallel module.
 

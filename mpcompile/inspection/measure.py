@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
+from mpcompile.distributed.record import GraphBucket
 from mpcompile.graph import decisions, nodes
 from mpcompile.graph.printer import format_dtype
 
@@ -81,6 +82,21 @@ class DecisionRecord:
     reason: str
     module: str
     line: str
+
+
+def measure_buckets(graph: Graph) -> list[GraphBucket]:
+    """Return the gradient buckets that ``graph`` sends, with where they start and are awaited."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    return [
+        GraphBucket(
+            bucket=node.meta["bucket"],
+            start=index,
+            wait=min(position[user] for user in node.users),
+            num_nodes=len(position),
+        )
+        for node, index in position.items()
+        if "bucket" in node.meta
+    ]
 
 
 def measure_ops(graph: Graph) -> OpTotals:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpcompile.config import Config
-from mpcompile.distributed.record import SyncRecord
+from mpcompile.distributed.record import GraphBucket, SyncRecord
 from mpcompile.graph.diff import format_diff
 from mpcompile.graph.roles import GraphKind
 from mpcompile.inspection.measure import CastRecord, DecisionRecord, OpTotals
@@ -89,6 +89,7 @@ class RegionReport:
         ops_after: totals after them.
         casts: casts in the rewritten graph.
         decisions: precision and reason of each node.
+        buckets: gradients that the graph sends to other ranks.
         saved_bytes: bytes that forward keeps for backward, by dtype.
         draws_random: whether the graph draws random numbers, for dropout say.
         pass_records: every pass, Dynamo's stage first.
@@ -105,6 +106,7 @@ class RegionReport:
     ops_after: OpTotals = field(default_factory=OpTotals)
     casts: list[CastRecord] = field(default_factory=list)
     decisions: list[DecisionRecord] = field(default_factory=list)
+    buckets: list[GraphBucket] = field(default_factory=list)
     saved_bytes: dict[str, int] = field(default_factory=dict)
     draws_random: bool = False
     pass_records: list[PassRecord] = field(default_factory=list)

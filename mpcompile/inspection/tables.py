@@ -7,6 +7,7 @@ from itertools import zip_longest
 
 from tabulate import tabulate
 
+from mpcompile.distributed.plan import Bucket
 from mpcompile.distributed.record import SyncRecord
 from mpcompile.graph.printer import format_dtype
 from mpcompile.inspection.report import OverflowRecord, RegionReport, StepReport
@@ -14,6 +15,7 @@ from mpcompile.pass_base import PassRecord
 from mpcompile.runtime.record import ScaleRecord, UpdateRecord
 
 _MAX_CASTS = 20
+_BUCKET_HEADERS = ("bucket", "parameters", "dtypes", "bytes")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -30,6 +32,7 @@ def format_report(report: StepReport) -> str:
         _title("Casts", _format_casts(report.regions)),
         _title("Gradients between ranks", _format_syncs(report.syncs)),
         _title("Buckets", _format_buckets(report.syncs)),
+        _title("Buckets in graphs", _format_graph_buckets(report.regions)),
         _title("Updates", _format_updates(report.updates)),
         _title("Loss scale", _format_loss_scale(report.loss_scale)),
         _title("First Inf or NaN", _format_overflow(report.overflow)),
@@ -202,27 +205,35 @@ def _format_syncs(syncs: Sequence[SyncRecord]) -> str:
     return _table(rows, headers)
 
 
+def _format_graph_buckets(regions: Sequence[RegionReport]) -> str:
+    """One row a bucket that a graph sends by itself; positions are of nodes in it."""
+    rows = [
+        (
+            region.index,
+            *_bucket_cells(found.bucket),
+            f"node {found.start} of {found.num_nodes}",
+            f"node {found.wait}",
+        )
+        for region in regions
+        for found in region.buckets
+    ]
+    return _table(rows, ("region", *_BUCKET_HEADERS, "starts", "waited for"))
+
+
+def _bucket_cells(bucket: Bucket) -> tuple[object, ...]:
+    dtypes = f"{format_dtype(bucket.dtype)} -> {format_dtype(bucket.wire)}"
+    members = f"{bucket.names[0]} .. {bucket.names[-1]} ({len(bucket.names)})"
+    return (bucket.index, members, dtypes, format_bytes(bucket.wire_bytes))
+
+
 def _format_buckets(syncs: Sequence[SyncRecord]) -> str:
     """One row a bucket; times are of the last backward, from the start of the first bucket."""
     rows = []
     for sync in syncs:
         for bucket, times in zip_longest(sync.buckets, sync.times):
-            dtypes = f"{format_dtype(bucket.dtype)} -> {format_dtype(bucket.wire)}"
-            members = f"{bucket.names[0]} .. {bucket.names[-1]} ({len(bucket.names)})"
-            shown = (bucket.index, members, dtypes, format_bytes(bucket.wire_bytes))
             when = (f"{times.start_ms:.1f}", f"{times.arrive_ms:.1f}") if times else ("", "")
-            rows.append((sync.module, *shown, *when, f"{sync.wait_ms:.1f}"))
-    headers = (
-        "module",
-        "bucket",
-        "parameters",
-        "dtypes",
-        "bytes",
-        "start ms",
-        "arrives",
-        "waited for from",
-    )
-    return _table(rows, headers)
+            rows.append((sync.module, *_bucket_cells(bucket), *when, f"{sync.wait_ms:.1f}"))
+    return _table(rows, ("module", *_BUCKET_HEADERS, "start ms", "arrives", "waited for from"))
 
 
 def _format_casts(regions: Sequence[RegionReport]) -> str:

@@ -266,6 +266,17 @@ def plan_of(rank: int, *wires: str) -> Any:
     return str(last_report(compiled))
 
 
+def agree(rank: int) -> tuple[bool, bool]:
+    _, step = build()
+    compiled = compile_step(step)
+    compiled(*jobs.labelled(0, rank))
+    sync = sync_of(compiled)
+    return (
+        bool(sync.agree_on(torch.tensor(rank == 1))),
+        bool(sync.agree_on(torch.tensor(False))),
+    )
+
+
 # --- the tests ------------------------------------------------------------------------------------
 
 
@@ -339,6 +350,10 @@ def test_error_feedback_resumes_from_its_state_on_its_rank_only(ranks: Ranks) ->
         assert same
         assert len(warned) == 1
         assert "was given the error feedback of rank" in warned[0]
+
+
+def test_flag_of_one_rank_is_known_to_all(ranks: Ranks) -> None:
+    assert ranks.run(agree) == [(True, False)] * 2
 
 
 def test_report_lists_buckets_with_dtype_bytes_and_times(ranks: Ranks) -> None:

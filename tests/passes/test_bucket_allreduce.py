@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mpcompile.config import Config
 from mpcompile.errors import PassError
 from mpcompile.graph import nodes
+from mpcompile.inspection.measure import measure_buckets
 from mpcompile.passes import BucketAllreduce
 from tests.checking import (
     Traced,
@@ -199,3 +200,13 @@ def test_error_feedback_is_refused_in_a_graph() -> None:
 
 def test_disabled_by_name() -> None:
     check_disabled_by_name(BucketAllreduce(), trace(backward, [f32(2, 4), f32(3)]))
+
+
+def test_measure_says_where_buckets_start_and_are_waited_for() -> None:
+    traced = trace(backward, [f32(2, 4), f32(3)], wire_dtype="float16")
+    traced.run(BucketAllreduce())
+    (found,) = measure_buckets(traced.graph)
+    order = list(traced.graph.nodes)
+    assert order[found.start] is traced.only(REDUCE)
+    assert order[found.wait] is traced.only(WAIT)
+    assert found.num_nodes == len(order)
