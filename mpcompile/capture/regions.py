@@ -24,6 +24,7 @@ from mpcompile.graph.printer import format_graph
 from mpcompile.graph.roles import GraphKind, InputRole, find_roles
 from mpcompile.inspection.dump import dump_region
 from mpcompile.inspection.measure import (
+    measure_buckets,
     measure_casts,
     measure_ops,
     measure_saved,
