@@ -248,6 +248,9 @@ class Config:
             parse_optional(parse_count),
             "whole number, or None",
             "Overflows before the loss scale halves; None: as `loss_scale` has it (1).",
+            in_key=False,
+        ),
+    )
     wire_dtype: torch.dtype | None = field(
         default=None,
         metadata=_option(
