@@ -114,10 +114,12 @@ class GradientSync:
             self._warn(module.refusal)
         _awaiting_backward[ddp] = module
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def agree_on(self, flag: torch.Tensor) -> torch.Tensor:
-        """Return whether ``flag``, 0-dim and bool, is set on any rank of any module's group.
+        """Return ``flag``, of bools, set where it is on any rank of any module's group.
 
         For a decision that ranks must take together, such as to skip a step; all ranks must ask.
+        Ranks that do not average at the moment, under ``no_sync`` or ``join``, decide alone.
 
         Raises:
             SyncError: a rank is gone.

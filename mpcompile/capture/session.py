@@ -78,11 +78,11 @@ class Session:
         self.report = StepReport(config)
         self.used_overrides: set[str] = set()
         self.assigned = read_assignment(config)
-        self.loss_scale = _loss_scale(config)
+        self.sync = GradientSync(config)
+        self.loss_scale = _loss_scale(config, self.sync)
         fused = self.manager.is_enabled("fuse-updates")
         self.updates = Updates(config.cache_dir, fused, self.loss_scale)
         self.watches_overflow = False
-        self.sync = GradientSync(config)
         self._num_calls = 0
         self._num_prepared = 0
         self._whole = config.capture == "whole"
@@ -236,12 +236,12 @@ class Session:
             )
 
 
-def _loss_scale(config: Config) -> LossScale | None:
+def _loss_scale(config: Config, sync: GradientSync) -> LossScale | None:
     """Return the loss scale of a step, or None if it has none, with a warning if it should."""
     if config.dtype is not torch.float16:
         return None
     if config.is_pass_enabled("scale-loss"):
-        return LossScale(ScalePolicy.from_config(config))
+        return LossScale(ScalePolicy.from_config(config), sync.agree_on)
     warnings.warn(
         "mpcompile: float16 without scale-loss: gradients below 6e-8 are lost and a step whose "
         "gradients overflow is taken. Scale the loss yourself, or use dtype='bfloat16'.",

@@ -69,7 +69,7 @@ def compare_parameters(
 
 
 def agree_on(flag: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return whether ``flag``, 0-dim and bool, is set on any rank of ``group``.
+    """Return ``flag``, of bools, set where it is on any rank of ``group``.
 
     Raises:
         SyncError: a rank is gone.

@@ -53,6 +53,14 @@ def will_reduce(ddp: DistributedDataParallel) -> bool:
     return torch.is_grad_enabled() and bool(ddp.require_backward_grad_sync)
 
 
+def keeps_ranks_together(ddp: DistributedDataParallel) -> bool:
+    """Whether all ranks take the step that runs now, and average its gradients.
+
+    Under ``join()`` a rank that ran out of inputs repeats the collectives of stock DDP only.
+    """
+    return bool(ddp.require_backward_grad_sync and not ddp._join_config.enable)
+
+
 def plan_version(ddp: DistributedDataParallel) -> object:
     """Return what changes when the reducer rebuilds its buckets."""
     return (id(ddp.reducer), ddp._has_rebuilt_buckets)

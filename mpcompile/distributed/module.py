@@ -64,6 +64,7 @@ class ModuleSync:
         self._plan_version: object = None
         self._is_installed = False
         self._is_check_due = False
+        self._averages = False
         self._num_backwards = 0
         self._wait_s = 0.0
         self.refusal = ""
@@ -76,6 +77,8 @@ class ModuleSync:
         """
         ddp = self._module()
         self.check()
+        if torch.is_grad_enabled():
+            self._averages = ddp_api.keeps_ranks_together(ddp)
         self.refusal = self._settings.refusal or ddp_api.refusal(ddp)
         if self.refusal or not ddp_api.will_reduce(ddp):
             self.restore()
@@ -110,8 +113,12 @@ class ModuleSync:
             compare_parameters(list(ddp_api.named_parameters(ddp)), ddp.process_group, when)
 
     def agree_on(self, flag: torch.Tensor) -> torch.Tensor:
-        """Return whether ``flag`` is set on any rank that averages with this one."""
-        return agree_on(flag, self._module().process_group)
+        """Return ``flag``, set where it is on any rank that averages with this one."""
+        ddp = self._module()
+        if not self._averages or ddp.process_group.size() == 1:
+            return flag
+        there = flag.to(ddp.device, non_blocking=True)
+        return agree_on(there, ddp.process_group).to(flag.device)
 
     def record(self) -> SyncRecord:
         """Return what is sent, for reports."""

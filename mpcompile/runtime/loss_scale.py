@@ -5,7 +5,8 @@ may hold all of it. Scales are powers of two: scaling and unscaling lose no bit.
 
 A step is over when a call ends in which an optimizer updated. Overflows are noted per graph; an
 update is skipped if what it reads is not finite, or if a graph that gave it gradients overflowed:
-a clamp between the two must not hide it.
+a clamp between the two must not hide it. Ranks that average gradients skip together, or they would
+drift apart.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +94,12 @@ class LossScale:
         names: what each source calls the gradients whose sums it hands in, in that order.
     """
 
-    def __init__(self, policy: ScalePolicy) -> None:
+    def __init__(
+        self, policy: ScalePolicy, agree_on: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Make a scale; ``agree_on`` sets flags that are set on any rank."""
         self.policy = policy
+        self._agree_on = agree_on
         self.handle = f"loss-scale-{next(_counter)}"
         self.buffers = BufferSnapshots()
         self._watch = ScaleWatch(self)
@@ -172,7 +177,7 @@ class LossScale:
         """Return a flag: whether an update in a graph, which reads ``sums``, is to be left out."""
         device = sums[0].device
         found = self.state(device).note(source, _not_finite(sums))
-        skip = torch.stack([found, *self._flags(device, None)]).any()
+        skip = self._agreed(torch.stack([found, *self._flags(device, None)]).any())
         for region in self._regions:
             if region.source == source and region.flag is not None:
                 region.flag.copy_(skip)
@@ -198,6 +203,7 @@ class LossScale:
             bad = _not_finite(sums_of(present))
             flags.append(self.state(device).note(self._source_of(optimizer, grads), bad))
         skip = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool)
+        skip = self._agreed(skip)
         self.end_update(skip, params)
         return skip
 
@@ -207,6 +213,15 @@ class LossScale:
         self.has_updated = True
         self.state(skip.device)[Field.SKIPPING].logical_or_(skip)
         self.buffers.settle(skip, lambda region: region.feeds(params))
+
+    def _agreed(self, skip: Tensor) -> Tensor:
+        """Return whether any rank skips; the scales of all fall with what one of them found."""
+        if self._agree_on is None:
+            return skip
+        state = self.state(skip.device)
+        skip, found = self._agree_on(torch.stack([skip, state[Field.FOUND] > 0]))
+        state.note_elsewhere(found)
+        return skip
 
     def _flags(self, device: torch.device, params: frozenset[int] | None) -> list[Tensor]:
         return [

@@ -71,6 +71,12 @@ class DeviceState:
         self[Field.FOUND].logical_or_(found)
         return found
 
+    def note_elsewhere(self, found: Tensor) -> None:
+        """Note that another rank found an overflow; only that rank knows where."""
+        unseen = found & (self[Field.FOUND] == 0)
+        self[Field.SOURCE].copy_(torch.where(unseen, -1.0, self[Field.SOURCE]))
+        self[Field.FOUND].logical_or_(found)
+
     def seed(self, tangents: Sequence[Tensor]) -> Tensor:
         """Return the power of two in the gradients of losses: the program may scale by itself."""
         losses = [t for t in tangents if t.dim() == 0 and t.is_floating_point()]

@@ -242,3 +242,30 @@ def test_falls_in_a_row_are_told_of_again_after_a_good_step() -> None:
     steps(scale, "x.xxxx")
     with pytest.warns(UserWarning, match="5 steps in a row"):
         steps(scale, "x")
+
+
+def test_overflow_of_another_rank_skips_the_update_and_has_no_name_here() -> None:
+    asked: list[list[bool]] = []
+
+    def agree_on(flags: Tensor) -> Tensor:
+        asked.append(flags.tolist())
+        return torch.ones_like(flags) if len(asked) == 2 else flags
+
+    scale, opt = LossScale(ScalePolicy(), agree_on), optimizer()
+    scale.tells_of_trouble = False
+    finite: list[Tensor | None] = [torch.ones(3), torch.ones(3)]
+    bad: list[Tensor | None] = [torch.ones(3), torch.full((3,), math.inf)]
+    found = []
+    for grads in (bad, finite, finite):
+        scale.begin_call()
+        skip = bool(scale.skip_for(opt, grads))
+        scale.end_call(failed=False)
+        record = scale.record()
+        assert record is not None
+        found.append((skip, record.scale, record.first))
+    assert asked == [[True, True], [False, False], [False, False]]
+    assert found == [
+        (True, 32768.0, "parameter 1 of SGD"),
+        (True, 16384.0, ""),
+        (False, 16384.0, ""),
+    ]
