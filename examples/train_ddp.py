@@ -1,7 +1,8 @@
 """Train on several ranks with stock DistributedDataParallel; gradients travel in 16 bits.
 
 ``torchrun`` starts the ranks; Gloo connects CPUs, NCCL GPUs. A checkpoint is written after every
-epoch, and a run that is started again with ``--resume`` goes on from it, as one that never
+epoch, with what mpcompile keeps between steps (the loss scale of float16, what error feedback owes
+on each rank), and a run that is started again with ``--resume`` goes on from it, as one that never
 stopped::
 
     torchrun --nproc-per-node 2 examples/train_ddp.py
@@ -62,20 +63,26 @@ def build_step(model: nn.Module, opt: torch.optim.Optimizer) -> Step:
     return step
 
 
-def save(path: Path, model: nn.Module, opt: torch.optim.Optimizer, epoch: int) -> None:
+def save(path: Path, model: nn.Module, opt: torch.optim.Optimizer, step: Step, epoch: int) -> None:
     """Write a checkpoint from rank 0; a run that is killed meanwhile leaves the old one whole."""
+    steps = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mpcompile.state_dict(step), steps)
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         state = {"model": model.state_dict(), "optimizer": opt.state_dict(), "epoch": epoch}
-        torch.save(state, path.with_suffix(".new"))
+        torch.save({**state, "steps": steps}, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
 
 
-def resume(path: Path, model: nn.Module, opt: torch.optim.Optimizer, device: torch.device) -> int:
+def resume(
+    path: Path, model: nn.Module, opt: torch.optim.Optimizer, step: Step, device: torch.device
+) -> int:
     """Load a checkpoint on every rank and return how many epochs it has seen."""
     state = torch.load(path, map_location=device, weights_only=True)
     model.load_state_dict(state["model"])
     opt.load_state_dict(state["optimizer"])
+    steps = state["steps"]  # ranks that are new take the loss scale of the first
+    mpcompile.load_state_dict(step, steps[dist.get_rank() if dist.get_rank() < len(steps) else 0])
     return int(state["epoch"])
 
 
@@ -100,16 +107,17 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         options={
             "dtype": arguments.dtype,
             "wire_dtype": arguments.wire_dtype,
+            "error_feedback": arguments.error_feedback,
             "lowering": arguments.lowering,
         },
     )
-    first = resume(arguments.checkpoint, net, opt, device) if arguments.resume else 0
+    first = resume(arguments.checkpoint, net, opt, step, device) if arguments.resume else 0
     sampler: DistributedSampler[Tensor] = DistributedSampler(training_set, drop_last=True)
     batches = DataLoader(training_set, arguments.batch_size, sampler=sampler, drop_last=True)
     for epoch in range(first, arguments.epochs):
         sampler.set_epoch(epoch)
         losses = [step(images, labels) for images, labels in batches]
-        save(arguments.checkpoint, net, opt, epoch + 1)
+        save(arguments.checkpoint, net, opt, step, epoch + 1)
         if dist.get_rank() == 0:
             loss = torch.stack(losses).mean().item()
             accuracy = measure_accuracy(net, test_set)
@@ -137,6 +145,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--dtype", default="bfloat16", help="dtype that the step computes in")
     add("--wire-dtype", default="float16", help="dtype of gradients between ranks")
+    add("--error-feedback", action="store_true", help="keep what the cast to it rounds off")
     add("--lowering", default="inductor", help="what runs mpcompile's graphs: inductor or eager")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     add("--epochs", type=int, default=6, help="passes over the training images")

@@ -121,7 +121,10 @@ def skipped(step: Any) -> torch.Tensor:
 
 
 def state_dict(step: Any) -> dict[str, Any]:
-    """Return what a checkpoint needs beside model and optimizer: the loss scale, plain numbers.
+    """Return what a checkpoint needs beside model and optimizer, as numbers and CPU tensors.
+
+    That is the loss scale, equal on all ranks, and with ``error_feedback`` what this rank owes to
+    the next gradients: save it on every rank, and load each on its own.
 
     Args:
         step: what ``torch.compile(..., backend="mpcompile")`` returned.
@@ -129,14 +132,19 @@ def state_dict(step: Any) -> dict[str, Any]:
     Raises:
         CaptureError: ``step`` was not compiled with this backend.
     """
-    scale = _session("state_dict", step).loss_scale
-    return {"loss_scale": {} if scale is None else scale.state_dict()}
+    session = _session("state_dict", step)
+    scale = session.loss_scale
+    return {
+        "loss_scale": {} if scale is None else scale.state_dict(),
+        "sync": session.sync.state_dict(),
+    }
 
 
 def load_state_dict(step: Any, state: Mapping[str, Any]) -> None:
     """Take over what ``state_dict`` returned, in this or another process.
 
-    A step that does not scale its loss ignores it, so dtypes may change between runs.
+    A step that does not scale its loss ignores its scale, and one without ``error_feedback`` what
+    ranks owe, so options may change between runs.
 
     Args:
         step: what ``torch.compile(..., backend="mpcompile")`` returned.
@@ -146,15 +154,16 @@ def load_state_dict(step: Any, state: Mapping[str, Any]) -> None:
         CaptureError: ``step`` was not compiled with this backend.
         ConfigError: ``state`` is something else.
     """
-    scale = _session("load_state_dict", step).loss_scale
-    if "loss_scale" not in state:
+    session = _session("load_state_dict", step)
+    if not {"loss_scale", "sync"} <= state.keys():
         raise ConfigError(
             f"load_state_dict: found the entries {', '.join(map(str, state)) or 'none'}, expected "
-            "loss_scale. Load what mpcompile.state_dict(step) returned; model and optimizer have "
-            "state dicts of their own."
+            "loss_scale and sync. Load what mpcompile.state_dict(step) returned; model and "
+            "optimizer have state dicts of their own."
         )
-    if scale is not None:
-        scale.load_state_dict(state["loss_scale"])
+    if session.loss_scale is not None:
+        session.loss_scale.load_state_dict(state["loss_scale"])
+    session.sync.load_state_dict(state["sync"])
 
 
 def _session(caller: str, step: Any) -> Session:

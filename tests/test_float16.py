@@ -440,17 +440,19 @@ def test_state_goes_from_one_step_to_another() -> None:
 
 def test_state_of_an_unscaled_step_is_empty_and_takes_any() -> None:
     compiled = compile_step(lambda x: x + 1)
-    assert mpcompile.state_dict(compiled) == {"loss_scale": {}}
-    mpcompile.load_state_dict(compiled, {"loss_scale": {"cpu": {"scale": 1.0}}})
+    assert mpcompile.state_dict(compiled) == {"loss_scale": {}, "sync": []}
+    mpcompile.load_state_dict(compiled, {"loss_scale": {"cpu": {"scale": 1.0}}, "sync": []})
     assert not bool(mpcompile.skipped(compiled))
 
 
 def test_wrong_states_are_refused() -> None:
     compiled = Training(Classifier).compiled
-    with pytest.raises(ConfigError, match=r"found the entries param_groups, expected loss_scale"):
+    with pytest.raises(
+        ConfigError, match=r"found the entries param_groups, expected loss_scale and"
+    ):
         mpcompile.load_state_dict(compiled, {"param_groups": []})
     with pytest.raises(ConfigError, match=r"loss scale of cpu lacks inverse, good"):
-        mpcompile.load_state_dict(compiled, {"loss_scale": {"cpu": {"scale": 1.0}}})
+        mpcompile.load_state_dict(compiled, {"loss_scale": {"cpu": {"scale": 1.0}}, "sync": []})
     plain: Any = lambda: None  # noqa: E731
     for call in (mpcompile.skipped, mpcompile.state_dict):
         with pytest.raises(CaptureError, match=rf"{call.__name__}: .* is not what torch\.compile"):

@@ -133,8 +133,12 @@ class GradientSync:
         return [module.record() for module in self._modules.values()]
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the state of each module, in the order in which they were first called."""
-        return [module.state_dict() for module in self._modules.values()]
+        """Return the state of each module, in the order in which they were first called.
+
+        What was loaded for modules that were not called yet comes last, as it is.
+        """
+        known = [module.state_dict() for module in self._modules.values()]
+        return [*known, *map(dict, self._pending)]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Take what ``state_dict`` gave, now or when the modules are first called."""

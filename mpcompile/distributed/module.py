@@ -145,11 +145,11 @@ class ModuleSync:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next step depends on: this rank's residuals by parameter."""
-        residuals = self._group.residuals
+        """Return what the next step depends on: this rank's residuals by parameter, on the CPU."""
+        owed = {} if self._group.residuals is None else self._group.residuals.state()
         return {
             "rank": self._rank(),
-            "residuals": {} if residuals is None else residuals.state(),
+            "residuals": {name: residual.cpu() for name, residual in owed.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import mpcompile
 from mpcompile.backend import last_report
 from mpcompile.capture.ddp import GradientSync
 from mpcompile.capture.session import session_of
@@ -239,7 +240,7 @@ def resume_feedback(rank: int) -> tuple[bool, list[str]]:
     for number in range(3):
         compiled(*jobs.labelled(number, rank))
     saved = {name: value.clone() for name, value in model.state_dict().items()}
-    state = sync_of(compiled).state_dict()
+    state = mpcompile.state_dict(compiled)
     for number in range(3, 6):
         compiled(*jobs.labelled(number, rank))
     expected = [p.detach().clone() for p in model.parameters()]
@@ -248,13 +249,18 @@ def resume_feedback(rank: int) -> tuple[bool, list[str]]:
     assert all(torch.equal(value, start[name]) for name, value in again.state_dict().items())
     again.load_state_dict(saved)
     compiled = compile_step(step, error_feedback=True, **options)
-    sync_of(compiled).load_state_dict(state)
+    mpcompile.load_state_dict(compiled, state)
+    assert (
+        mpcompile.state_dict(compiled)["sync"][0]["residuals"].keys()
+        == dict(again.module.named_parameters()).keys()
+    )
     for number in range(3, 6):
         compiled(*jobs.labelled(number, rank))
     same = all(torch.equal(a, b) for a, b in zip(again.parameters(), expected, strict=True))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sync_of(compiled).load_state_dict([{**entry, "rank": 1 - rank} for entry in state])
+        (entry,) = state["sync"]
+        mpcompile.load_state_dict(compiled, {**state, "sync": [{**entry, "rank": 1 - rank}]})
     return same, [str(w.message) for w in caught]
 
 

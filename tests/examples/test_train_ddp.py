@@ -30,10 +30,12 @@ def run(folder: Path, *flags: str) -> str:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None:
-    straight = run(tmp_path / "straight", "--epochs", "4", "--wire-dtype", "bfloat16")
-    run(tmp_path / "halves", "--epochs", "2", "--wire-dtype", "bfloat16")
-    resumed = run(tmp_path / "halves", "--epochs", "4", "--wire-dtype", "bfloat16", "--resume")
+@pytest.mark.parametrize("more", [[], ["--dtype", "float16", "--error-feedback"]])
+def test_resumed_run_goes_on_as_one_that_never_stopped(more: list[str], tmp_path: Path) -> None:
+    flags = ["--wire-dtype", "bfloat16", *more]
+    straight = run(tmp_path / "straight", "--epochs", "4", *flags)
+    run(tmp_path / "halves", "--epochs", "2", *flags)
+    resumed = run(tmp_path / "halves", "--epochs", "4", "--resume", *flags)
     last = [re.findall(r"^epoch 4: .*$", text, re.MULTILINE) for text in (straight, resumed)]
     assert last[0] == last[1] != []
     accuracy = float(last[0][0].split()[-1].removesuffix("%"))
