@@ -9,6 +9,7 @@ import torch
 
 from mpcompile.runtime.grads import GradPlan
 from mpcompile.runtime.loss_scale import LossScale
+from mpcompile.runtime.machines import is_awaited
 
 
 def guarded_plan(
@@ -30,6 +31,11 @@ def guarded_plan(
     skip = loss_scale.skip_for(optimizer, grads)
     if plan.skip is not None:
         skip = skip.logical_or(plan.skip)
-    if is_scaled:  # a CPU number: reading it waits for nothing
-        plan = replace(plan, factor=plan.factor * float(loss_scale.inverse(skip.device)))
+    if is_scaled:
+        plan = replace(plan, factor=plan.factor * _number(loss_scale.inverse(skip.device)))
     return replace(plan, skip=skip)
+
+
+def _number(inverse: torch.Tensor) -> float | torch.Tensor:
+    """Return ``inverse``, as a tensor where a device that updates reads it by itself."""
+    return inverse if is_awaited(inverse) else float(inverse)

@@ -70,3 +70,9 @@ def machine_of(device: torch.device) -> Machine | None:
     """Return the machine for ``device``, or None if updates there run as C++ on the host."""
     make = MACHINES.get(device.type)
     return None if make is None else make(device)
+
+
+def is_awaited(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is on a device that runs updates, for which a host that reads it waits."""
+    machine = machine_of(tensor.device)
+    return machine is not None and not machine.on_host(tensor)

@@ -20,7 +20,7 @@ from mpcompile.runtime import dispatch, trial
 from mpcompile.runtime.classes import Classes, Member
 from mpcompile.runtime.grads import GradPlan, apply_eagerly
 from mpcompile.runtime.loss_scale import LossScale
-from mpcompile.runtime.machines import machine_of, waiting
+from mpcompile.runtime.machines import is_awaited, waiting
 from mpcompile.runtime.norms import NormKernels
 from mpcompile.runtime.prepared import GradTreatment, Prepared
 from mpcompile.runtime.record import KernelRecord, UpdateRecord
@@ -91,7 +91,7 @@ class OptimizerUpdate:
             plan: what happens to the gradients first.
         """
         plan = plan or GradPlan()
-        if plan.skip is not None and not self._skips_on_device(plan.skip):
+        if plan.skip is not None and (self.reason or not is_awaited(plan.skip)):
             if bool(plan.skip.item()):
                 _, norm = apply_eagerly(replace(plan, write=False), grads or [])
                 return Outcome(not self.reason, self.reason, norm, skipped=True)
@@ -180,11 +180,6 @@ class OptimizerUpdate:
         if not prepared.is_current(present):
             raise CodegenError("fuse-updates: parameters, state or gradients change while read.")
         return prepared
-
-    def _skips_on_device(self, skip: torch.Tensor) -> bool:
-        """Whether a kernel may read ``skip``, for which the host would have to wait."""
-        machine = machine_of(skip.device)
-        return not self.reason and machine is not None and not machine.on_host(skip)
 
     def _give_up(self, reason: str) -> None:
         """Run as eager from now on, and say so once for each reason."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ from mpcompile.runtime import device_rows
 from mpcompile.runtime import update as update_module
 from mpcompile.runtime.device_rows import DeviceRows, device_chunks
 from mpcompile.runtime.grads import ClipNorm, GradPlan
+from mpcompile.runtime.guarding import guarded_plan
+from mpcompile.runtime.loss_scale import LossScale
+from mpcompile.runtime.scale_policy import ScalePolicy
 from mpcompile.runtime.update import OptimizerUpdate
 from tests.codegen.cuda_on_host import HostMachine
 from tests.runtime.updating import parameters, relative_difference, set_grads
@@ -99,18 +104,51 @@ def _refuse(tensor: torch.Tensor) -> float:
     raise AssertionError("the host waits for the device")
 
 
-def test_steady_steps_read_nothing_from_the_device(
-    host_machine: HostMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextlib.contextmanager
+def _host_may_not_wait() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("item", "__bool__", "__float__", "__int__", "tolist"):
+            patch.setattr(torch.Tensor, name, _refuse)
+        yield
+
+
+def test_steady_steps_read_nothing_from_the_device(host_machine: HostMachine) -> None:
     _, update = _ready(lr=torch.tensor(0.01))
     plan = GradPlan(factor=torch.tensor(0.5), clips=(ClipNorm(0.1),), skip=torch.zeros(()))
     update.run(plan=plan)  # makes the table
-    for name in ("item", "__bool__", "__float__", "__int__", "tolist"):
-        monkeypatch.setattr(torch.Tensor, name, _refuse)
-    outcome = update.run(plan=plan)
-    monkeypatch.undo()
+    with _host_may_not_wait():
+        outcome = update.run(plan=plan)
     assert outcome.fused
     assert outcome.norm is not None
+
+
+@pytest.mark.parametrize("clips", [(), (ClipNorm(0.1),)])
+def test_loss_scale_of_float16_is_read_by_the_kernel_alone(
+    clips: tuple[ClipNorm, ...], host_machine: HostMachine
+) -> None:
+    lists = [parameters(), parameters()]
+    pair = [torch.optim.AdamW(params, lr=0.01) for params in lists]
+    update, scale = OptimizerUpdate(pair[1]), LossScale(ScalePolicy(initial=1024.0))
+    scale.tells_of_trouble = False
+    for step in range(6):
+        set_grads(step, *lists)
+        inverse = float(scale.inverse(torch.device("cpu")))
+        grads = [param.grad / inverse for param in lists[1] if param.grad is not None]
+        if step == 3:
+            grads[1][0] = float("inf")
+        else:
+            for clip in clips:
+                torch.nn.utils.clip_grad_norm_(lists[0], clip.max_norm)
+            pair[0].step()
+        with contextlib.nullcontext() if step < 2 else _host_may_not_wait():
+            scale.begin_call()
+            plan = guarded_plan(GradPlan(clips=clips), scale, pair[1], grads, is_scaled=True)
+            update.run(grads, plan)
+            scale.end_call(failed=False)
+        assert relative_difference(*lists) <= 1e-6
+    assert not update.reason
+    assert float(scale.inverse(torch.device("cpu"))) == 1 / 512
+    assert {float(state["step"]) for state in pair[1].state.values()} == {5.0}
 
 
 def test_skip_is_decided_on_the_device(host_machine: HostMachine) -> None:
