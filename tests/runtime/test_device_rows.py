@@ -19,6 +19,7 @@ from mpcompile.runtime.loss_scale import LossScale
 from mpcompile.runtime.scale_policy import ScalePolicy
 from mpcompile.runtime.update import OptimizerUpdate
 from tests.codegen.cuda_on_host import HostMachine
+from tests.runtime.coupled import GlobalNorm
 from tests.runtime.updating import parameters, relative_difference, set_grads
 
 
@@ -265,10 +266,11 @@ class CountsOnHost(torch.optim.Optimizer):
     ("make", "reason"),
     [
         (lambda ps: Branching(ps, torch.tensor(0.1)), "branches on 'lr', a tensor of the device"),
+        (GlobalNorm, "a step that couples its parameters has no CUDA kernel"),
         (CountsOnHost, "'state.largest' is kept on the host and computed from values of the"),
     ],
 )
-def test_what_would_make_the_host_wait_runs_as_eager_with_the_reason(
+def test_what_has_no_kernel_on_a_device_runs_as_eager_with_the_reason(
     make: Any, reason: str, host_machine: HostMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(update_module, "_warned", set())
