@@ -71,7 +71,7 @@ def build_step() -> Step:
 
 
 def training_region(report: StepReport) -> RegionReport:
-    """Return the graph that holds forward and backward; the others are the update."""
+    """Return the graph that holds forward and backward."""
     return max(report.regions, key=lambda region: sum(region.ops_after.matmul_flops.values()))
 
 
