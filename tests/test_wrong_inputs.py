@@ -23,7 +23,6 @@ from tests.steps import batch, classifier_step, compile_step
         ({"dtype": "int8"}, r"'int8' is no dtype to train in"),
         ({"grads": "drop"}, r"'drop' is not yet built"),
         ({"loss_scale": "dynamic"}, r"only float16 needs a loss scale, dtype is bfloat16"),
-        ({"wire_dtype": "float16"}, r"not yet built\. Leave it out"),
         ({"table": "painted-cuda"}, r"Use painted, autocast-cuda or autocast-cpu"),
         ({"lowering": "egaer"}, r"did you mean 'eager'"),
         ({"max_recompiles": 0}, r"max_recompiles"),
