@@ -77,11 +77,12 @@ def stock() -> tuple[list[float], list[Tensor]]:
         {"dtype": "float32", "disable": ["fuse-updates"]},
         {"disable": ["assign-precision", "fuse-updates"]},
     ],
+    ids=["all off", "float32", "no precisions"],
 )
 def test_nothing_on_is_stock_inductor_bit_for_bit(
     options: dict[str, Any], stock: tuple[list[float], list[Tensor]]
 ) -> None:
-    losses, state, _ = train(backend="mpcompile", options=options)
+    losses, state, _ = train(backend="mpcompile", options={**options, "capture": "regions"})
     assert losses == stock[0]
     torch.testing.assert_close(state, stock[1], rtol=0, atol=0)
 
@@ -103,7 +104,7 @@ def test_expansion_behind_the_passes_gives_inductors_own_numbers(
 ) -> None:
     """Passes that are on but cast nothing, so that only the road of decompositions differs."""
     monkeypatch.setattr(RegionRewriter, "is_active", lambda self: True)
-    options = {"dtype": "float32", "disable": ["fuse-updates"]}
+    options = {"dtype": "float32", "disable": ["fuse-updates"], "capture": "regions"}
     losses, state, _ = train(backend="mpcompile", options=options)
     assert losses == stock[0]
     torch.testing.assert_close(state, stock[1], rtol=0, atol=0)

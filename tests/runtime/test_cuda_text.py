@@ -14,12 +14,18 @@ from tests.runtime.test_update import CASES, _make, _shapes
 from tests.runtime.updating import parameters, relative_difference, set_grads, worst_excess
 
 SLOW = ("adafactor", "muon")
-NAMES = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
+WAITING = ("relative-step", "relative-step-warmup")
+"""Keep a number on the host that they compute from tensors: there the host would have to wait."""
+RUNS = [
+    pytest.param(name, where, marks=pytest.mark.slow if where == "host" or name in SLOW else ())
+    for name in CASES
+    for where in ("device", "host")
+    if where == "device" or name not in WAITING
+]
 WITH_REDUCTIONS = ("lamb", "lars")
 
 
-@pytest.mark.parametrize("where", ["device", pytest.param("host", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "where"), RUNS)
 def test_one_step_is_eagers_to_eight_eps(name: str, where: str, host_machine: HostMachine) -> None:
     host_machine.scalars_on_host = where == "host" or name == "adafactor"
     worst, update, fused = worst_excess(_make(name), _shapes(name), steps=4)
@@ -28,8 +34,21 @@ def test_one_step_is_eagers_to_eight_eps(name: str, where: str, host_machine: Ho
     assert host_machine.num_launches
 
 
+@pytest.mark.filterwarnings("ignore:mpcompile. RelativeStep runs as eager")
+@pytest.mark.parametrize("name", WAITING)
+def test_what_the_host_would_wait_for_runs_as_eager(name: str, host_machine: HostMachine) -> None:
+    host_machine.scalars_on_host = True
+    params = parameters(_shapes(name))
+    update = OptimizerUpdate(_make(name)(params))
+    for step in range(2):
+        set_grads(step, params)
+        update.run()
+    assert "for which the host would have to wait" in update.reason
+    assert host_machine.num_launches == 0
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WAITING])
 def test_hundred_steps_stay_within_1e6(name: str, host_machine: HostMachine) -> None:
     host_machine.scalars_on_host = True
     make, shapes = _make(name), _shapes(name)
