@@ -7,6 +7,7 @@ meets is remembered by value (tensors, random state) or one level deep (lists, d
 
 from __future__ import annotations
 
+import collections
 import functools
 import random
 import sys
@@ -73,7 +74,7 @@ def _walk(roots: tuple[object, ...]) -> Iterator[object]:
 def _children(item: object) -> Iterator[object]:
     if isinstance(item, Tensor):
         yield item.grad if item.is_leaf else None
-    elif isinstance(item, (list, tuple, set, frozenset)):
+    elif isinstance(item, (list, tuple, set, frozenset, collections.deque)):
         yield from item
     elif isinstance(item, dict):
         yield from item.keys()
@@ -130,6 +131,8 @@ def _remember(item: object) -> Iterator[Undo]:
         yield _remember_tensor(item)
     elif isinstance(item, list):
         yield functools.partial(_refill_list, item, list(item))
+    elif isinstance(item, collections.deque):
+        yield functools.partial(_refill_deque, item, list(item))
     elif isinstance(item, (dict, set)):
         yield functools.partial(_refill, item, item.copy())
     elif isinstance(item, _ITERATORS):
@@ -157,6 +160,11 @@ def _remember_tensor(tensor: Tensor) -> Undo:
 def _refill_list(target: list[Any], content: list[Any]) -> None:
     if len(target) != len(content) or any(a is not b for a, b in zip(target, content, strict=True)):
         target[:] = content
+
+
+def _refill_deque(target: collections.deque[Any], content: list[Any]) -> None:
+    target.clear()
+    target.extend(content)
 
 
 def _refill(target: Any, content: Any) -> None:

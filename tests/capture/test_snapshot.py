@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import random
@@ -289,4 +290,15 @@ def test_explain_restores_after_an_error_in_the_step() -> None:
 
     with pytest.raises(ValueError, match="in the step"):
         mpcompile.explain(step)
+    assert weight.tolist() == [1, 1]
+
+
+def test_deque_and_what_it_holds_are_restored() -> None:
+    weight = torch.ones(2)
+    recent = collections.deque([weight], maxlen=2)
+    with restored(recent):
+        weight.mul_(2)
+        recent.extend([torch.zeros(1), torch.zeros(1)])
+    (kept,) = recent
+    assert kept is weight
     assert weight.tolist() == [1, 1]

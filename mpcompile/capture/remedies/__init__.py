@@ -11,6 +11,7 @@ from mpcompile.capture.remedies import (
     causal_mask,
     ctc_loss,
     cudnn_flags,
+    growing_lists,
     logger_calls,
     output_capturing,
     raising_branches,
@@ -19,7 +20,7 @@ from mpcompile.capture.remedies import (
 
 _OF_TORCH = (
     *(activation_grads, causal_mask, ctc_loss, cudnn_flags),
-    *(logger_calls, raising_branches, recurrent_layers),
+    *(growing_lists, logger_calls, raising_branches, recurrent_layers),
 )
 
 
