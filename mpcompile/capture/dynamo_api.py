@@ -96,6 +96,12 @@ def current_frame() -> int | None:
     return None if compile_id is None else compile_id.frame_id
 
 
+def traced_line() -> str:
+    """Return ``file.py:12`` of the line that is being traced, or ''."""
+    stack = list(torch._guards.TracingContext.extract_stack())
+    return f"{stack[0].filename.rsplit('/', 1)[-1]}:{stack[0].lineno}" if stack else ""
+
+
 def num_compilations() -> int:
     """Return how often the function that is being traced was compiled before."""
     compile_id = torch._guards.CompileContext.current_compile_id()

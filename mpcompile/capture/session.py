@@ -90,6 +90,7 @@ class Session:
         self._ran_whole = False
         self._replays_left = MAX_REPLAYS
         self._left_to_regions: set[int | None] = set()
+        self._whole_frames: set[int | None] = set()
         self._set_tracing = dynamo_api.tracing_patcher(config.max_recompiles, self._whole)
 
     def traces_whole(self) -> bool:
@@ -101,14 +102,19 @@ class Session:
     def is_left_to_regions(self) -> bool:
         """Whether the function that is being traced was found not to be one graph."""
         frame = dynamo_api.current_frame()
-        if frame not in self._left_to_regions and dynamo_api.num_compilations() > MAX_WHOLE:
+        was_whole = frame in self._whole_frames and frame not in self._left_to_regions
+        if was_whole and dynamo_api.num_compilations() > MAX_WHOLE:
             self.report.add_break(
                 f"not captured whole any more: compiled anew {MAX_WHOLE} times, for a list that "
                 "grows in the step or a number that changes in it, say",
-                "",
+                dynamo_api.traced_line(),
             )
             self._left_to_regions.add(frame)
         return frame in self._left_to_regions
+
+    def note_whole_frame(self) -> None:
+        """Note that the function that is being traced is one graph with its updates."""
+        self._whole_frames.add(dynamo_api.current_frame())
 
     def leave_to_regions(self) -> None:
         """Trace the current function in regions from now on."""

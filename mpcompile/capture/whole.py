@@ -44,6 +44,7 @@ def compile_graph(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
         session.report.add_break(f"not captured whole: {error}", error.line)
         session.leave_to_regions()
         dynamo_api.restart_tracing(str(error))
+    session.note_whole_frame()
     compiled, told = [], []
     scaled: set[str] = set()
     for part in parts:

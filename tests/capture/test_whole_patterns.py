@@ -10,6 +10,8 @@ from tests.capture.patterns.registry import IN_REGIONS, PATTERNS
 from tests.programs import compare
 
 _MODULES = (calls, clipping, gradients, hooks, models, optimizers)  # register their patterns
+# A warning that is an error here would end Dynamo's trace, not the eager step.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 FUSED = ("zero_grad_first", "accumulation_across_calls", "clip_by_norm_with_visible_gradients")
 
 
