@@ -17,8 +17,11 @@ from typing import Any, cast
 import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.flop_counter import flop_registry
 
 from mpcompile.graph import nodes
+
+_CREATIONS = frozenset(f"aten.{op}" for op in ("ones_like", "full_like", "full", "ones"))
 
 
 def rematerialise(gm: GraphModule) -> int:
@@ -28,17 +31,19 @@ def rematerialise(gm: GraphModule) -> int:
         how many values are computed again. Zero if there is no backward in the graph, or if the
         graph is a joint one, which gets partitioned.
     """
-    backward = _backward_nodes(gm.graph)
-    if not backward or any(map(_is_tangent, gm.graph.find_nodes(op="placeholder"))):
+    tagged = _backward_nodes(gm.graph)
+    if not tagged or any(map(_is_tangent, gm.graph.find_nodes(op="placeholder"))):
         return 0
-    kept = _saved_names(gm, backward)
+    seeds = _find_seeds(gm.graph, tagged)
+    backward = _dependents(gm.graph, seeds)
+    kept = _saved_names(gm, seeds, backward)
     copies = _Copies(gm.graph, backward, kept)
     region = 0
     for node in list(gm.graph.nodes):
         if node.op in ("placeholder", "output") or _writes(node):
             continue
         if node not in backward:
-            region += 1
+            region += node not in tagged
             continue
         for source in node.all_input_nodes:
             node.replace_input_with(source, copies.of(source, node, region))
@@ -100,24 +105,56 @@ class _Copies:
     def _recomputes(self, node: Node) -> bool:
         if node.op != "call_function" or node in self._backward or node.name in self._kept:
             return False
-        return not nodes.draws_random(node) and not node.is_impure()
+        if nodes.draws_random(node) or node.is_impure():
+            return False
+        return node.meta.get("recompute") is not None or not _is_product(node)
 
 
-def _saved_names(gm: GraphModule, backward: set[Node]) -> set[str]:
+def _is_product(node: Node) -> bool:
+    """Whether ``node`` costs arithmetic: only checkpointing has it computed again.
+
+    With several backwards in a graph the partitioner's cut does not fit each of them exactly.
+    """
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in flop_registry
+
+
+def _find_seeds(graph: Graph, tagged: set[Node]) -> list[Node]:
+    """Return where gradients start: ones in the shape of a loss, or what the user handed in.
+
+    Other nodes of backward that read nothing of backward (the cast of an activation, say) could as
+    well be forward, and are for the partitioner to save or not.
+    """
+    first = [n for n in graph.nodes if n in tagged and not tagged & set(n.all_input_nodes)]
+    created = [node for node in first if nodes.op_name(node) in _CREATIONS]
+    return created or first[:1]
+
+
+def _dependents(graph: Graph, seeds: list[Node]) -> set[Node]:
+    """Return ``seeds`` and what is computed from them, writes to inputs left out."""
+    found = set(seeds)
+    for node in graph.nodes:
+        if node.op == "call_function" and not _writes(node) and found & set(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _saved_names(gm: GraphModule, seeds: list[Node], backward: set[Node]) -> set[str]:
     """Return the names of the forward values that the partitioner would save or return."""
-    joint, returned = _joint_graph(gm, backward)
+    joint, returned = _joint_graph(gm, seeds, backward)
     with torch._functorch.config.patch(cse=False):
         _, second = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=len(returned))
     return {node.name for node in second.graph.find_nodes(op="placeholder")} | returned
 
 
-def _joint_graph(gm: GraphModule, backward: set[Node]) -> tuple[GraphModule, set[str]]:
+def _joint_graph(
+    gm: GraphModule, seeds: list[Node], backward: set[Node]
+) -> tuple[GraphModule, set[str]]:
     """Copy ``gm`` as a joint graph: seeds are placeholders, forward's outputs come first.
 
     Also returns the names of forward's outputs.
     """
     graph, copies = Graph(), dict[Node, Node]()
-    seeds = [node for node in gm.graph.nodes if _is_seed(node, backward)]
     for node in gm.graph.find_nodes(op="placeholder"):
         copies[node] = graph.node_copy(node)
     for position, node in enumerate(seeds):
@@ -132,11 +169,6 @@ def _joint_graph(gm: GraphModule, backward: set[Node]) -> tuple[GraphModule, set
     graph.output(tuple(copies[node] for node in (*first, *second)))
     graph.output_node().meta = {}
     return GraphModule(gm, graph), {node.name for node in first}
-
-
-def _is_seed(node: Node, backward: set[Node]) -> bool:
-    """Whether ``node`` starts a backward: nothing of backward leads to it."""
-    return node in backward and not any(source in backward for source in node.all_input_nodes)
 
 
 def _results(graph: Graph) -> Iterable[Node]:
