@@ -273,12 +273,13 @@ class Handles:
         self._handles = [get(capsule, None) for capsule in capsules]
         words = (ctypes.c_void_p.from_address(handle).value for handle in self._handles)
         self.array = (ctypes.c_void_p * len(capsules))(*words)
+        self._remove = _torch_library().aoti_torch_delete_tensor_object
+        self._remove.argtypes = [ctypes.c_void_p]
 
     def __del__(self) -> None:
-        """Free the handles."""
-        remove = _torch_library().aoti_torch_delete_tensor_object
+        """Free the handles, with what is at hand: globals may be gone when Python exits."""
         for handle in self._handles:
-            remove(ctypes.c_void_p(handle))
+            self._remove(handle)
 
 
 class Layouts:
