@@ -45,7 +45,7 @@ def rematerialise(gm: GraphModule) -> int:
         if node not in backward:
             region += node not in tagged
             continue
-        for source in node.all_input_nodes:
+        for source in node.all_input_nodes if node not in seeds else ():
             node.replace_input_with(source, copies.of(source, node, region))
     _erase_unread(gm.graph)
     gm.recompile()
@@ -55,7 +55,8 @@ def rematerialise(gm: GraphModule) -> int:
 def saved_values(graph: Graph) -> set[Node]:
     """Return the values whose memory the backward of a flat graph reads from its forward."""
     backward = _backward_nodes(graph)
-    read = {source for node in backward for source in node.all_input_nodes} - backward
+    readers = [node for node in backward if nodes.op_name(node) not in _CREATIONS]  # read a shape
+    read = {source for node in readers for source in node.all_input_nodes} - backward
     return {root for root in map(nodes.root, read) if root.op == "call_function"}
 
 

@@ -138,7 +138,7 @@ def test_offsets_of_chunks_have_64_bits() -> None:
     kernel_case = PlannedCase(Case((Store("b", ir.load("param", "f32")),)))
     rows = DeviceRows("test", [kernel_case], [5000], [0], [0], HostMachine(), None)
     for name, tensor in (("param", a), ("b", b)):
-        rows.pointers[rows.place(0, name)] = tensor.data_ptr() - 4 * far
+        rows.pointers[rows.place(0, name)] = (tensor.data_ptr() - 4 * far) % (1 << 64)
     for name in ("chunk_begin", "chunk_end"):
         rows.fixed[name] += far
     rows.run(rows.module, (0, 1), (0, 1))
