@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpcompile.codegen.cpp_frame import PARTIALS, PRELUDE, RUN
-from mpcompile.codegen.emitter import Block, indent
+from mpcompile.codegen.emitter import Block, indent, with_sources
 from mpcompile.codegen.expr import Expr, Load, Reduce, Scalar, Store, postorder
 from mpcompile.codegen.schedule import Kernel, Phase, Schedule, build_schedule, count_phases
 
@@ -135,24 +135,6 @@ def _leaf_index(kernel: Kernel) -> dict[str, tuple[str, int]]:
     return {name: (a, i) for a, names in arrays.items() for i, name in enumerate(names)}
 
 
-_SOURCES = {
-    "ptr": "void* const* ptr = t.pointers + row * COLUMNS;",
-    "number": "const double* number = t.numbers + row * NUMBERS;",
-    "number_out": "double* number_out = t.numbers_out + row * NUMBERS;",
-    "shared": "const double* shared = t.shared + t.groups[row] * SHARED;",
-    "input": "const double* input = t.inputs;",
-    "sum": "double* sum = t.sums + row * SUMS;",
-    "term": "double* term = t.terms + row * TOTALS;",
-    "total": "const double* total = t.totals;",
-}
-
-
-def _with_sources(lines: list[str]) -> list[str]:
-    """Prepend the declarations of the arrays that ``lines`` read."""
-    text = "\n".join(lines)
-    return [line for name, line in _SOURCES.items() if f"{name}[" in text] + lines
-
-
 def _finish_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
     """Return the function that does what a tensor needs once, after its elements."""
     folds = []
@@ -170,7 +152,7 @@ def _finish_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
             writes.append(f"number_out[{frame.index[store.buffer][1]}] = double({text});")
         else:
             writes.append(f"*{frame.column(store.buffer, store.value.dtype)} = {text};")
-    body = indent(_with_sources(folds + block.lines + writes))
+    body = indent(with_sources(folds + block.lines + writes))
     return [f"static void {name}(const Table& t, int64_t row) {{", *body, "}", ""]
 
 
@@ -205,7 +187,7 @@ def _element_function(frame: _Frame, phase: Phase, name: str) -> list[str]:
         loop = _reduction_loop(phase, body, slots, positions)
     else:
         loop = ["#pragma omp simd", "for (int64_t i = begin; i < end; i++) {", *indent(body), "}"]
-    lines = _with_sources(head + uniform.lines + loop)
+    lines = with_sources(head + uniform.lines + loop)
     signature = "(const Table& t, int64_t row, int64_t begin, int64_t end, double* partial) {"
     return [f"static void {name}{signature}", *indent(lines), "}", ""]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpcompile.codegen.cuda_frame import BLOCK, FIELDS, PRELUDE, RESIDENT, THREADS
-from mpcompile.codegen.emitter import Block, indent
+from mpcompile.codegen.emitter import Block, indent, with_sources
 from mpcompile.codegen.expr import BYTES, Expr, Load, Reduce, Scalar, Store, postorder
 from mpcompile.codegen.schedule import Kernel, Phase, Schedule, build_schedule
 
@@ -149,21 +149,6 @@ def _leaf_index(kernel: Kernel) -> dict[str, tuple[str, int]]:
     assert not kernel.shared, "numbers of a group reach a device as numbers of its rows"
     arrays = {"ptr": kernel.columns, "number": kernel.numbers, "input": kernel.inputs}
     return {name: (a, i) for a, names in arrays.items() for i, name in enumerate(names)}
-
-
-_SOURCES = {
-    "ptr": "void* const* ptr = t.pointers + row * COLUMNS;",
-    "number": "const double* number = t.numbers + row * NUMBERS;",
-    "number_out": "double* number_out = t.numbers_out + row * NUMBERS;",
-    "input": "const double* input = t.inputs;",
-    "sum": "double* sum = t.sums + row * SUMS;",
-}
-
-
-def _with_sources(lines: list[str]) -> list[str]:
-    """Prepend the declarations of the arrays that ``lines`` read."""
-    text = "\n".join(lines)
-    return [line for name, line in _SOURCES.items() if f"{name}[" in text] + lines
 
 
 def _by_one_thread(lines: list[str]) -> list[str]:
@@ -316,7 +301,7 @@ def _phase_function(frame: _Frame, phase: Phase, name: str, total: Total | None)
     elif phase.reductions or phase.uniform_stores:
         lines += _finish_part(frame, phase)
     signature = "(const Table& t, int64_t row, int64_t chunk, Shared& s) {"
-    return [f"static __device__ void {name}{signature}", *indent(_with_sources(lines)), "}", ""]
+    return [f"static __device__ void {name}{signature}", *indent(with_sources(lines)), "}", ""]
 
 
 def _has_work(phase: Phase) -> bool:

@@ -7,6 +7,8 @@ what it is about to overwrite.
 
 from __future__ import annotations
 
+from mpcompile.codegen.conversions import spell_conversions
+
 THREADS = 256
 """Threads of a block."""
 
@@ -44,45 +46,7 @@ static __device__ uint32_t bits_of(float x) { return __float_as_uint(x); }
 static __device__ float float_of(uint32_t u) { return __uint_as_float(u); }
 static __device__ double double_of(int64_t u) { return __longlong_as_double(u); }
 
-static __device__ float bf16_to_f32(uint16_t h) { return float_of(uint32_t(h) << 16); }
-
-static __device__ uint16_t f32_to_bf16(float x) {
-  const uint32_t u = bits_of(x);
-  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  return (u & 0x7fffffffu) > 0x7f800000u ? uint16_t(0x7fc0u) : uint16_t(rounded);
-}
-
-// The exponent is moved by a multiplication, which also normalises subnormal halves.
-static __device__ float f16_to_f32(uint16_t h) {
-  const uint32_t sign = uint32_t(h & 0x8000u) << 16, rest = uint32_t(h & 0x7fffu) << 13;
-  const uint32_t finite = bits_of(float_of(rest) * 0x1p112f);
-  return float_of(sign | (rest >= 0x0f800000u ? rest | 0x7f800000u : finite));
-}
-
-// Subnormal halves are rounded by an addition whose last bit is worth 2^-24.
-static __device__ uint16_t f32_to_f16(float x) {
-  const uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, rest = u & 0x7fffffffu;
-  const uint32_t normal = (rest - 0x38000000u + 0xfffu + ((rest >> 13) & 1u)) >> 13;
-  const uint32_t small = bits_of(float_of(rest) + 0.5f) - 0x3f000000u;
-  const uint32_t large = rest > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  const uint32_t finite = rest < 0x38800000u ? small : normal;
-  return uint16_t(sign | (rest >= 0x477ff000u ? large : finite));
-}
-
-// x / y from r = 1 / y: one Newton step makes the product the rounded quotient (Markstein 1990).
-// Where the step meets Inf or 0 it gives NaN, and the product is the quotient already.
-template <class T> static __device__ T div_by(T x, T y, T r) {
-  const T q = x * r, better = fma(fma(-q, y, x), r, q);
-  return better == better ? better : q;
-}
-template <class T> static __device__ T sign_of(T x) { return T(T(0) < x) - T(x < T(0)); }
-template <class T> static __device__ T max_nan(T a, T b) { return a > b || a != a ? a : b; }
-template <class T> static __device__ T min_nan(T a, T b) { return a < b || a != a ? a : b; }
-template <class T> static __device__ T floor_div(T a, T b) {
-  return T(floor(double(a) / double(b)));
-}
-template <class T> static __device__ T floor_mod(T a, T b) { return a - b * floor_div(a, b); }
-"""
+""" + spell_conversions("static __device__", "")
 
 BLOCK = """\
 // One value of any dtype that the first thread computes for its block.

@@ -16,6 +16,25 @@ LeafSpelling = Callable[[Expr], str | None]
 """The text for a value that need not be computed here, or None."""
 
 
+_ARRAYS = {
+    "ptr": "void* const* ptr = t.pointers + row * COLUMNS;",
+    "number": "const double* number = t.numbers + row * NUMBERS;",
+    "number_out": "double* number_out = t.numbers_out + row * NUMBERS;",
+    "shared": "const double* shared = t.shared + t.groups[row] * SHARED;",
+    "input": "const double* input = t.inputs;",
+    "sum": "double* sum = t.sums + row * SUMS;",
+    "term": "double* term = t.terms + row * TOTALS;",
+    "total": "const double* total = t.totals;",
+}
+"""What a kernel reads of its table, by the name of the array."""
+
+
+def with_sources(lines: list[str]) -> list[str]:
+    """Prepend the declarations of the arrays that ``lines`` read."""
+    text = "\n".join(lines)
+    return [line for name, line in _ARRAYS.items() if f"{name}[" in text] + lines
+
+
 class Target(Protocol):
     """The spellings of one language."""
 

@@ -54,6 +54,14 @@ def _run(
     return tuple(found) if kind == "lstm" else (*found, input.new_empty(0))
 
 
+def _leaves(tensors: Sequence[Tensor], trained: Sequence[bool]) -> list[Tensor]:
+    """Return ``tensors`` cut off from their history, with the flags that eager's have."""
+    return [
+        tensor.detach().requires_grad_(is_trained)
+        for tensor, is_trained in zip(tensors, trained, strict=True)
+    ]
+
+
 def _forward(
     input: Tensor,
     states: Sequence[Tensor],
@@ -66,10 +74,7 @@ def _forward(
 
     Kernels are chosen by that too, although nothing is recorded here.
     """
-    leaves = [
-        leaf.detach().requires_grad_(is_trained)
-        for leaf, is_trained in zip((input, *states, *weights), trained, strict=True)
-    ]
+    leaves = _leaves((input, *states, *weights), trained)
     split = 1 + len(states)
     return _run(leaves[0], leaves[1:split], leaves[split:], kind, *options)
 
@@ -84,10 +89,7 @@ def _backward(
     *options: Any,
 ) -> list[Tensor]:
     """Return a gradient for each of input, states and weights that requires one."""
-    leaves = [
-        leaf.detach().requires_grad_(is_trained)
-        for leaf, is_trained in zip((input, *states, *weights), trained, strict=True)
-    ]
+    leaves = _leaves((input, *states, *weights), trained)
     num_states = len(states)
     inner, last = leaves[1 : 1 + num_states], leaves[1 + num_states :]
     with _recording():

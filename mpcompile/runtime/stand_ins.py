@@ -68,12 +68,16 @@ def zero_grad(optimizer: Optimizer, set_to_none: bool) -> None:
                 param.grad.zero_()
 
 
+def _gradients(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return [param.grad for param in params if param.grad is not None]
+
+
 def clip_grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` as one op over all gradients."""
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    grads = [param.grad for param in params if param.grad is not None]
+    grads = _gradients(parameters)
     if not grads:
         return torch.tensor(0.0)
     total: torch.Tensor = torch.ops.mpcompile.clip_grad_norm_(grads, max_norm, norm_type)
@@ -82,7 +86,6 @@ def clip_grad_norm(
 
 def clip_grad_value(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
     """``torch.nn.utils.clip_grad_value_`` as one op over all gradients."""
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    grads = [param.grad for param in params if param.grad is not None]
+    grads = _gradients(parameters)
     if grads:
         torch.ops.mpcompile.clip_grad_value_(grads, clip_value)
