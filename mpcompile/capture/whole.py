@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from mpcompile.capture import dynamo_api
+from mpcompile.capture.carried_backward import BackwardCall, has_history
 from mpcompile.capture.program import build_program
 from mpcompile.capture.regions import compile_region
 from mpcompile.capture.scaling import UpdateReads
@@ -63,6 +64,8 @@ def _tell(part: Part, regions: range) -> list[str]:
     if isinstance(part, UpdateCall):
         name = type(ops.find(part.handle).optimizer).__name__
         return [f"{name} update, clipping inside" if part.clips else f"{name} update"]
+    if isinstance(part, BackwardCall):
+        return ["backward through earlier regions"]
     if isinstance(part, ClipCall):
         return ["clip by value" if part.order is None else "clip by norm"]
     return [f"region {index}" for index in regions]
@@ -110,5 +113,9 @@ def _private_outputs(segment: Segment, parts: Sequence[Part]) -> list[int]:
 
 
 def _example_values(segment: Segment) -> list[Any]:
-    """Return the fake inputs that ``segment`` is traced with."""
-    return [node.meta["example_value"] for node in segment.inputs]
+    """Return the fake inputs that ``segment`` is traced with; for it, they come from nowhere."""
+    values = [node.meta["example_value"] for node in segment.inputs]
+    return [
+        value.detach().requires_grad_() if has_history(node) else value
+        for node, value in zip(segment.inputs, values, strict=True)
+    ]

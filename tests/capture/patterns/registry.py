@@ -13,9 +13,11 @@ from tests.programs import Build
 PATTERNS: dict[str, Build] = {}
 IN_REGIONS: set[str] = set()
 """Patterns that are not captured whole; the report says why."""
+ROUNDED: set[str] = set()
+"""Patterns whose sums eager rounds in another order."""
 
 
-def pattern(*, whole: bool = True) -> Callable[[Build], Build]:
+def pattern(*, whole: bool = True, rounds: bool = False) -> Callable[[Build], Build]:
     """Register a program under the name of the function that builds it."""
 
     def add(build: Build) -> Build:
@@ -23,6 +25,8 @@ def pattern(*, whole: bool = True) -> Callable[[Build], Build]:
         PATTERNS[name] = build
         if not whole:
             IN_REGIONS.add(name)
+        if rounds:
+            ROUNDED.add(name)
         return build
 
     return add
