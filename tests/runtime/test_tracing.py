@@ -144,7 +144,7 @@ def test_other_threads_may_call_what_is_compiled_meanwhile() -> None:
     compiled(torch.ones(2))
 
     class CallsAnotherThread(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             thread = threading.Thread(
                 target=lambda: seen.append(float(compiled(torch.ones(2))[0])), daemon=True
             )
