@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from mpcompile.capture import dynamo_api
+from mpcompile.capture import changing_numbers, dynamo_api
 from mpcompile.capture.carried_backward import BackwardCall, has_history
 from mpcompile.capture.program import build_program
 from mpcompile.capture.regions import compile_region
@@ -40,18 +40,36 @@ def compile_graph(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
             check_dense(gm)
         if not has_calls(gm):
             return compile_region(gm, inputs, session)
+        numbers = changing_numbers.free_numbers(gm.graph) if session.keeps_numbers_free() else {}
+        changing_numbers.read_once(gm.graph, numbers)
         parts = split(gm)
     except NotSplittableError as error:
         session.report.add_break(f"not captured whole: {error}", error.line)
         session.leave_to_regions()
         dynamo_api.restart_tracing(str(error))
     session.note_whole_frame()
+    given = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    given |= changing_numbers.stand_ins(gm.graph, numbers)
+    try:
+        with changing_numbers.staying_free(numbers.values()):
+            return _compile_parts(gm, parts, given, session)
+    except changing_numbers.DecidedByValue as error:
+        session.leave_numbers_constant()
+        dynamo_api.restart_tracing(str(error))
+
+
+def _compile_parts(
+    gm: GraphModule, parts: Sequence[Part], given: Mapping[Node, Any], session: Session
+) -> Compiled:
+    """Compile the segments among ``parts`` and return what runs all parts."""
     compiled, told = [], []
     scaled: set[str] = set()
     for part in parts:
         before = len(session.report.regions)
         compiled.append(
-            _compile_segment(part, parts, session, scaled) if isinstance(part, Segment) else None
+            _compile_segment(part, parts, given, session, scaled)
+            if isinstance(part, Segment)
+            else None
         )
         told += _tell(part, range(before, len(session.report.regions)))
     session.report.whole.append(" > ".join(told))
@@ -72,9 +90,15 @@ def _tell(part: Part, regions: range) -> list[str]:
 
 
 def _compile_segment(
-    segment: Segment, parts: Sequence[Part], session: Session, scaled: set[str]
+    segment: Segment,
+    parts: Sequence[Part],
+    given: Mapping[Node, Any],
+    session: Session,
+    scaled: set[str],
 ) -> Compiled:
     """Compile ``segment``; one that only renames values runs as it stands.
+
+    ``given`` holds the inputs of the whole graph.
 
     Names of updates whose gradients it leaves scaled are added to ``scaled``.
     """
@@ -82,7 +106,7 @@ def _compile_segment(
         return segment.gm.forward
     private = _private_outputs(segment, parts)
     reads = UpdateReads(_read_by_updates(segment, parts, private))
-    compiled = compile_region(segment.gm, _example_values(segment), session, private, reads)
+    compiled = compile_region(segment.gm, _example_values(segment, given), session, private, reads)
     scaled |= reads.scaled
     return compiled
 
@@ -112,10 +136,14 @@ def _private_outputs(segment: Segment, parts: Sequence[Part]) -> list[int]:
     ]
 
 
-def _example_values(segment: Segment) -> list[Any]:
-    """Return the fake inputs that ``segment`` is traced with; for it, they come from nowhere."""
-    values = [node.meta["example_value"] for node in segment.inputs]
-    return [
-        value.detach().requires_grad_() if has_history(node) else value
-        for node, value in zip(segment.inputs, values, strict=True)
-    ]
+def _example_values(segment: Segment, given: Mapping[Node, Any]) -> list[Any]:
+    """Return the inputs that ``segment`` is traced with.
+
+    Values that other segments make are fakes that come from nowhere.
+    """
+    return [given[node] if node in given else _fake_value(node) for node in segment.inputs]
+
+
+def _fake_value(node: Node) -> Any:
+    value = node.meta["example_value"]
+    return value.detach().requires_grad_() if has_history(node) else value
