@@ -1,11 +1,11 @@
-"""Python numbers that change from call to call stay inputs of a whole step.
+"""Python numbers that change from call to call stay inputs of a graph.
 
 Dynamo makes an input of a float that has changed: a tensor without dimensions, and ``item()`` where
 it is used. AOTAutograd turns what computes with it into ops on tensors, and has Dynamo trace anew,
 with the number as a constant, where an op has no such form or where a graph does not use the number
-at all, as one segment of several. Each new value is compiled anew then. A flat graph can do with
-``item()``; so in a segment the number is one of which nothing is known, on which no guard can be
-put, and AOTAutograd is told that there is nothing to make constant.
+at all, as one segment of several. Each new value is compiled anew then. But any graph can do with
+``item()``; so the number is one of which nothing is known, on which no guard can be put, and
+AOTAutograd is told that there is nothing to make constant.
 
 Private torch API, seen in 2.11 to 2.14: ``FakeTensor.item_memo``, ``TensorifyState``,
 ``GuardOnDataDependentSymNode``.
@@ -54,7 +54,7 @@ def read_once(graph: Graph, numbers: Collection[Node]) -> None:
 
 
 def stand_ins(graph: Graph, numbers: Collection[Node]) -> dict[Node, Any]:
-    """Return what segments are traced with for ``numbers`` and for what Python makes of them.
+    """Return what graphs are traced with for ``numbers`` and for what Python makes of them.
 
     These are fake tensors and numbers of which nothing is known.
     """

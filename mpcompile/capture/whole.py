@@ -35,24 +35,24 @@ def compile_graph(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
         CaptureError: an input cannot be handled.
         PassError: a pass cannot rewrite the graph.
     """
+    numbers = changing_numbers.free_numbers(gm.graph) if session.keeps_numbers_free() else {}
+    changing_numbers.read_once(gm.graph, numbers)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    given = dict(zip(placeholders, inputs, strict=True))
+    given |= changing_numbers.stand_ins(gm.graph, numbers)
     try:
         if session.traces_whole():
             check_dense(gm)
-        if not has_calls(gm):
-            return compile_region(gm, inputs, session)
-        numbers = changing_numbers.free_numbers(gm.graph) if session.keeps_numbers_free() else {}
-        changing_numbers.read_once(gm.graph, numbers)
-        parts = split(gm)
+        parts = split(gm) if has_calls(gm) else []
+        with changing_numbers.staying_free(numbers.values()):
+            if not parts:
+                return compile_region(gm, [given[node] for node in placeholders], session)
+            session.note_whole_frame()
+            return _compile_parts(gm, parts, given, session)
     except NotSplittableError as error:
         session.report.add_break(f"not captured whole: {error}", error.line)
         session.leave_to_regions()
         dynamo_api.restart_tracing(str(error))
-    session.note_whole_frame()
-    given = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    given |= changing_numbers.stand_ins(gm.graph, numbers)
-    try:
-        with changing_numbers.staying_free(numbers.values()):
-            return _compile_parts(gm, parts, given, session)
     except changing_numbers.DecidedByValue as error:
         session.leave_numbers_constant()
         dynamo_api.restart_tracing(str(error))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpcompile.backend import last_report
+from mpcompile.graph.roles import GraphKind
 from tests.steps import compile_step
 
 CALLS = 6
@@ -131,6 +132,14 @@ def test_number_that_an_op_looks_at_is_right_too() -> None:
     """It is a constant of each graph, up to torch 2.13."""
     expected, found, _ = run_both(exponent, dtype="float32", disable=["fuse-updates"])
     assert all(map(_equal, expected, found))
+
+
+@pytest.mark.parametrize("step", [attribute, bounds, running_mean_of_the_loss])
+def test_regions_serve_all_values_too(step: Step) -> None:
+    expected, found, compiled = run_both(step, dtype="float32", capture="regions")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    kinds = [region.kind for region in last_report(compiled).regions]
+    assert kinds.count(GraphKind.TRAINING) == 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
