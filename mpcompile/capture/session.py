@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -188,9 +189,21 @@ class Session:
             return MOVES
         return EXACT if self.config.dtype is torch.float32 else HALF
 
-    def note_whole_run(self) -> None:
-        """Note that a graph with its update ran."""
-        self._ran_whole = True
+    def whole_run_noter(self) -> Callable[[], None]:
+        """Return what is called whenever a graph with its update runs.
+
+        It does not keep the session alive. With a session may go the last reference to an
+        optimizer, whose end touches the list of compiled graphs: torch crashes if it is just taking
+        that list down, graph by graph (seen in 2.13, at ``torch._dynamo.reset``).
+        """
+        known = weakref.ref(self)
+
+        def note_run() -> None:
+            session = known()
+            if session is not None:
+                session._ran_whole = True
+
+        return note_run
 
     def note_overflow(self, found: OverflowRecord) -> None:
         """Keep the first overflow of a run."""
