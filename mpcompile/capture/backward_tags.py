@@ -4,20 +4,23 @@ AOTAutograd hooks every autograd function of a joint graph, so that backward nod
 of the function whose gradient they compute. In a flat graph it does not; so the call is wrapped in
 one that sets the same hooks. Private torch API, seen in 2.11 to 2.14:
 ``_aot_autograd.logging_utils.setup_stacktrace_preservation_hooks``. torch 2.11 does not tag nodes
-as backward either: there an annotation does, which comes out as ``meta["custom"]``.
+as backward either: there an annotation does, which comes out as ``meta["custom"]``, as do the marks
+of what a backward begins with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, traceback
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mpcompile.graph.nodes import BACKWARD_MARK
+from mpcompile.graph.seeds import CREATES_GRAPH_MARK, SEED_MARK
 
 _TORCH_TAGS = hasattr(traceback, "_mark_autograd_backward")
 
@@ -29,15 +32,30 @@ def tag_backward(gm: GraphModule) -> None:
     gm.recompile()
 
 
-def _tagged_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+def _tagged_grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    **kwargs: Any,
+) -> Any:
     from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     setup_stacktrace_preservation_hooks(roots)
-    with _annotated():
-        return torch.autograd.grad(outputs, *args, **kwargs)
+    marks = {CREATES_GRAPH_MARK: True} if create_graph else {}
+    with _annotated({SEED_MARK: True, **marks}):
+        given = tree_map_only(Tensor, _seed, grad_outputs)
+    with _annotated(marks if _TORCH_TAGS else {BACKWARD_MARK: True, **marks}):
+        return torch.autograd.grad(outputs, inputs, given, retain_graph, create_graph, **kwargs)
 
 
-def _annotated() -> AbstractContextManager[Any]:
-    return nullcontext() if _TORCH_TAGS else traceback.annotate({BACKWARD_MARK: True})
+def _seed(grad: Tensor) -> Tensor:
+    """Return a view of ``grad``: a node that can be marked without marking what made it."""
+    return grad.view_as(grad) if grad.layout is torch.strided else grad
+
+
+def _annotated(marks: Mapping[str, bool]) -> AbstractContextManager[Any]:
+    return traceback.annotate(dict(marks)) if marks else nullcontext()

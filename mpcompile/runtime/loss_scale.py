@@ -148,6 +148,14 @@ class LossScale:
         scale = torch.maximum(state[Field.SCALE] / seed, self._least(state))
         return scale, scale.reciprocal()
 
+    def whole_factors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return scale and inverse for a graph that backward begins and ends in.
+
+        An update may unscale behind it, so how the program scales its loss makes no difference.
+        """
+        state = self.state(device)
+        return state[Field.SCALE].clone(), state[Field.INVERSE].clone()
+
     def _least(self, state: DeviceState) -> Tensor:
         """A program that scales by more than we would is left alone."""
         return torch.minimum(state[Field.SCALE], state.one)
