@@ -211,9 +211,10 @@ class Session:
 
     def _dispatching(self) -> AbstractContextManager[None]:
         """Send ``Optimizer.step`` to the updates; in regions to the originals if fusing is off."""
+        guard = None if self.loss_scale is None else self.updates.guard
         if self._whole or self.manager.is_enabled("fuse-updates"):
-            return dispatch.running(self.updates.run)
-        return dispatch.suspended()
+            return dispatch.running(self.updates.run, guard)
+        return dispatch.suspended(guard)
 
     def _finish_call(self, position: int) -> None:
         """Note what the call broke on; Dynamo leaves a context without telling of an error."""
