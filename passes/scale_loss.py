@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from mpcompile.graph import nodes
 from mpcompile.graph.factors import cast_to, is_float, multiply, widened, wrap_inhomogeneous
-from mpcompile.graph.gradients import private_outputs
+from mpcompile.graph.gradients import gradient_name, private_outputs
 from mpcompile.graph.roles import GraphKind, InputRole, OutputRole, Roles
 from mpcompile.graph.seeds import find_seeds
 from mpcompile.graph.writes import find_writes, keep_overflow, write_or_keep
@@ -194,7 +194,8 @@ def _unrounded(gradient: _Gradient) -> Node:
 
 def _name(gradient: _Gradient, names: Sequence[str]) -> str:
     known = gradient.input is not None and gradient.input < len(names)
-    return names[cast(int, gradient.input)] if known else f"%{gradient.node.name}"
+    name = names[cast(int, gradient.input)] if known else gradient_name(gradient.node)
+    return name or f"%{gradient.node.name}"
 
 
 def _numel(node: Node) -> float:
@@ -254,7 +255,9 @@ def _note_for_all(found: Sequence[Node], scale: Node, inverse: Node, scaled: Sca
     floats = [node for node in found if nodes.is_strided(node) and is_float(node)]
     if not floats:
         return
-    noted = _insert_note(floats, [f"%{node.name}" for node in floats], inverse, scaled)
+    noted = _insert_note(
+        floats, [gradient_name(n) or f"%{n.name}" for n in floats], inverse, scaled
+    )
     one = nodes.call_after(noted, torch.ops.aten.mul.Tensor, (noted, scale), {})
     smallest = min(floats, key=_numel)
     nodes.replace_input(smallest.graph.output_node(), smallest, multiply(smallest, one))

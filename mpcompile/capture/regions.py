@@ -64,6 +64,8 @@ def compile_region(
     region = _begin_report(gm, session)
     ctx = _context(session, region.index)
     ctx.input_names = graph_inputs.input_names(gm)
+    if ctx.scaled is not None:
+        ctx.scaled.input_names = ctx.input_names
     region.add_passes(session.manager.run(Stage.DYNAMO, gm, ctx))
     ctx.updates_read = {} if reads is None else reads.outputs
     compiled = lower(

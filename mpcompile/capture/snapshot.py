@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpcompile.runtime.late_state import settle
+
 Undo = Callable[[], None]
 
 _MAX_OBJECTS = 100_000  # a walk that gets this far has left the step and is in the interpreter
@@ -44,7 +46,11 @@ def restored(*roots: object) -> Iterator[None]:
 def remember(*roots: object) -> Undo:
     """Return a function that puts everything that ``roots`` reach back as it is now."""
     undo: list[Undo] = [_remember_random()]
-    for item in reach(*roots):
+    found = list(reach(*roots))
+    for item in found:
+        if isinstance(item, Optimizer):
+            settle(item)
+    for item in found:
         undo.extend(_remember(item))
 
     def put_back() -> None:

@@ -22,6 +22,7 @@ from torch._C._dynamo import eval_frame
 from torch._dynamo.eval_frame import skip_code
 
 from mpcompile.runtime import stand_ins
+from mpcompile.runtime.late_state import settle
 
 Step = Callable[..., Any]
 Runner = Callable[[torch.optim.Optimizer, Step], Any]
@@ -163,6 +164,8 @@ def dispatching(original: Step) -> Step:
         if (args or kwargs) and is_guarded():
             return _run_guarded(self, original, args, kwargs)
         if args or kwargs or not is_ours():
+            if not torch.compiler.is_compiling():
+                settle(self)
             return original(self, *args, **kwargs)
         if stand_ins.update_in_graph(self, stand_ins.EPOCH):
             return None

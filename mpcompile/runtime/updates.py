@@ -12,6 +12,7 @@ import torch
 from mpcompile.runtime import ops
 from mpcompile.runtime.grads import GradPlan
 from mpcompile.runtime.guarding import guarded_plan
+from mpcompile.runtime.late_state import settle
 from mpcompile.runtime.loss_scale import LossScale
 from mpcompile.runtime.machines import machine_of
 from mpcompile.runtime.put_back import remember
@@ -73,6 +74,7 @@ class Updates:
         """
         scale = self._loss_scale
         assert scale is not None, "without one nothing is skipped"
+        settle(optimizer)
         put_back = remember(optimizer)
 
         def end() -> None:
@@ -81,6 +83,11 @@ class Updates:
                 put_back()
 
         return end
+
+    def settle(self) -> None:
+        """Make the state of all optimizers true on the host."""
+        for optimizer in self._optimizers:
+            settle(optimizer)
 
     def records(self) -> list[UpdateRecord]:
         """Return what each update does."""
