@@ -115,7 +115,26 @@ def given() -> Built:
     return step, lambda: list(model.parameters())
 
 
-BUILDERS = [clipped, value_clipped, averaged, accumulated, shared, given]
+def remembering() -> Built:
+    """Tensors that belong to no module are written before the update: a queue, an average."""
+    model = Classifier()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    queue, average = torch.zeros(3, 8), torch.zeros(())
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        logits = model(x)
+        loss = F.cross_entropy(logits, labels)
+        queue.copy_(torch.cat([queue[1:], logits.detach().mean(0, keepdim=True)]))
+        average.lerp_(loss.detach(), 0.1)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach() + 0 * queue.sum()
+
+    return step, lambda: [*model.parameters(), queue, average]
+
+
+BUILDERS = [clipped, value_clipped, averaged, accumulated, shared, given, remembering]
 
 
 @pytest.mark.parametrize("build", BUILDERS)

@@ -42,7 +42,7 @@ class ScaledRegion:
         scale: whose graph it is.
         source: its number among the sources of names.
         fed: positions of the inputs that its backward gives gradients to.
-        buffers: positions of the buffers that its forward writes to.
+        buffers: positions of the buffers, and of other state, that its forward writes to.
         params: ids of the tensors at ``fed`` in the last forward.
         flag: whether its backward overflowed since the last step; of an update, whether it is
             skipped. It stays where it is, as CUDA graphs write to it.

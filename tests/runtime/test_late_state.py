@@ -163,6 +163,15 @@ def test_host_learns_of_a_skip_in_later_steps(lateness: int, machine: HostMachin
     assert pair.counts() == {3.0 + 2 * lateness + 2}
 
 
+def test_skip_is_read_where_the_host_counts_for_all_parameters(machine: HostMachine) -> None:
+    pair = Pair(MAKERS["CountsInGroup"])
+    pair.run("..")
+    for is_set in (True, False):
+        set_grads(2, pair.lists[1])
+        assert pair.update.run(plan=GradPlan(skip=torch.tensor([float(is_set)]))).skipped == is_set
+    assert pair.fused.param_groups[0]["k"] == 3
+
+
 def test_step_without_skip_counts_on_the_host(machine: HostMachine) -> None:
     """bfloat16 needs no power on the device."""
     pair = Pair()
