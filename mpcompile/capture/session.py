@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mpcompile.capture import dynamo_api, dynamo_variables, hooks, remedies
 from mpcompile.capture.assignment import read_assignment
@@ -270,7 +271,8 @@ def _loss_scale(config: Config, sync: GradientSync) -> LossScale | None:
     if config.dtype is not torch.float16:
         return None
     if config.is_pass_enabled("scale-loss"):
-        return LossScale(ScalePolicy.from_config(config), sync.agree_on)
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        return LossScale(ScalePolicy.from_config(config, num_ranks), sync.agree_on)
     warnings.warn(
         "mpcompile: float16 without scale-loss: gradients below 6e-8 are lost and a step whose "
         "gradients overflow is taken. Scale the loss yourself, or use dtype='bfloat16'.",

@@ -118,6 +118,18 @@ def test_options_change_a_preset() -> None:
     assert ScalePolicy.from_config(static) == ScalePolicy(initial=128.0, is_static=True)
 
 
+def test_interval_of_fairseq_is_shared_by_the_ranks() -> None:
+    """2**14 / world size, in fairseq's own words."""
+    fairseq = Config.from_options({"dtype": "fp16", "loss_scale": "fairseq"}, environ={})
+    assert ScalePolicy.from_config(fairseq, num_ranks=8).growth_interval == 2048
+    assert ScalePolicy.from_config(fairseq).growth_interval == 16384
+    asked = {"dtype": "fp16", "loss_scale": "fairseq", "growth_interval": 100}
+    config = Config.from_options(asked, environ={})
+    assert ScalePolicy.from_config(config, num_ranks=8).growth_interval == 100
+    torchs = Config.from_options({"dtype": "fp16", "loss_scale": "torch"}, environ={})
+    assert ScalePolicy.from_config(torchs, num_ranks=8).growth_interval == 2000
+
+
 def test_policies_are_told_in_words() -> None:
     assert str(ScalePolicy()) == "2**-14 to 2**24, doubles after 2000 good steps"
     assert str(PRESETS["deepspeed"]).endswith("good steps, halves at overflow 2")
