@@ -70,6 +70,7 @@ class ScaleLoss(GraphPass):
         if seeds:
             region = ctx.scaled.scale.add_region() if is_joint else ctx.scaled
             count += _scale_flat(gm.graph, seeds, region, ctx.updates_read)
+            ctx.scaled.folded = region.folded
         return count + _scale_backward(gm.graph, ctx.roles, ctx.scaled, ctx.input_names)
 
 

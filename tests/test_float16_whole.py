@@ -134,7 +134,23 @@ def remembering() -> Built:
     return step, lambda: [*model.parameters(), queue, average]
 
 
-BUILDERS = [clipped, value_clipped, averaged, accumulated, shared, given, remembering]
+def renormed() -> Built:
+    """The forward writes to a parameter, for which AOTAutograd makes a joint graph."""
+    table, readout = nn.Embedding(20, 16, max_norm=1.0), nn.Linear(16, 8)
+    params: list[Any] = [*table.parameters(), *readout.parameters()]
+    opt = torch.optim.SGD(params, lr=0.1)
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(readout(table(labels) + x), labels)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return step, lambda: params
+
+
+BUILDERS = [clipped, value_clipped, averaged, accumulated, shared, given, remembering, renormed]
 
 
 @pytest.mark.parametrize("build", BUILDERS)
