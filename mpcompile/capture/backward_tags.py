@@ -54,10 +54,11 @@ def _tagged_grad(
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     setup_stacktrace_preservation_hooks(roots)
-    marks = {CREATES_GRAPH_MARK: True} if create_graph else {}
+    marks = {} if _TORCH_TAGS else {BACKWARD_MARK: True}
+    marks |= {CREATES_GRAPH_MARK: True} if create_graph else {}
     with _annotated({SEED_MARK: True, **marks}):
         given = tree_map_only(Tensor, _seed, grad_outputs)
-    with _annotated(marks if _TORCH_TAGS else {BACKWARD_MARK: True, **marks}):
+    with _annotated(marks):
         found = torch.autograd.grad(outputs, inputs, given, retain_graph, create_graph, **kwargs)
     for grad, name in zip(found, names, strict=False):
         _note_name(grad, name)

@@ -290,13 +290,12 @@ def test_gradient_that_is_data_of_a_later_loss_is_scaled_too() -> None:
     kernel, other = parameter(2, 2, 3), parameter(2, 2, 3)
 
     def step(x: Tensor) -> Tensor:
-        leaf = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(F.conv1d(leaf, kernel).square().sum(), leaf)
+        (slope,) = torch.autograd.grad(F.conv1d(x, kernel).square().sum(), x)
         (F.conv1d(slope, other) * slope[:, :, 1:-1]).sum().backward()
         assert other.grad is not None
         return cast(Tensor, other.grad.norm())
 
-    traced = trace_flat(step, torch.randn(1, 2, 9))
+    traced = trace_flat(step, torch.randn(1, 2, 9, requires_grad=True))
     expected = traced.compute()
     scaled(traced)
     traced.run(ScaleLoss())
