@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from mpcompile.backend import last_report
 from mpcompile.capture.snapshot import restored
-from mpcompile.runtime import dispatch
+from mpcompile.runtime import dispatch, machines
 from mpcompile.runtime.grads import ClipNorm, GradPlan
 from mpcompile.runtime.update import OptimizerUpdate
 from tests.codegen.cuda_on_host import HostMachine
 from tests.runtime.updating import parameters, relative_difference, set_grads
+from tests.steps import Classifier, batch, compile_step
 
 
 class Counted(torch.optim.Optimizer):
@@ -305,3 +309,41 @@ def test_captured_launch_counts_on_the_device(
     machine.capturing = False
     pair.run("x.")
     pair.assert_same()
+
+
+def test_compiled_float16_step_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A default AdamW in a whole step: its counts are all that is on the host.
+
+    With a machine of its own, as its kernel, which reads f16, has 24 bytes of registers too many
+    for what ``host_machine`` asks of sm_100.
+    """
+    machine = HostMachine(lateness=1)
+    monkeypatch.setitem(machines.MACHINES, "cpu", lambda device: machine)
+    model = Classifier()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    counts = [state["step"] for state in opt.state.values()]
+    monkeypatch.setattr(machine, "on_host", lambda tensor: any(tensor is c for c in counts))
+
+    def step(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    compiled = compile_step(step, dtype="float16", check="off")
+    x, labels = batch()
+    compiled(x, labels)
+    counts += [state["step"] for state in opt.state.values()]
+    for _ in range(2):
+        compiled(x, labels)
+    with never_waiting(machine):
+        for factor in (1.0, math.nan, 1.0, math.nan, 1.0, 1.0):
+            compiled(x * factor, labels)
+    found = {float(state["step"]) for state in opt.state_dict()["state"].values()}
+    assert found == {3.0 + 4.0}
+    report = last_report(compiled)
+    assert len(report.whole) == 1
+    assert not report.breaks
+    assert [update.reason for update in report.updates] == [""]
