@@ -11,7 +11,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -139,3 +139,18 @@ def root(total: float, order: float) -> float:
     if order in (1.0, math.inf):
         return total
     return math.sqrt(total) if order == 2.0 else total ** (1.0 / order)
+
+
+class OwnGrads(Sequence[torch.Tensor]):
+    """The gradients that parameters hold when one is asked for."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+    def __getitem__(self, position: Any) -> Any:
+        grad = self._params[position].grad
+        assert grad is not None
+        return grad

@@ -7,7 +7,6 @@ Python objects and layouts still hold, reads hyperparameters, takes pointers, an
 from __future__ import annotations
 
 import array
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,39 +18,31 @@ from mpcompile.codegen.build import build_library
 from mpcompile.codegen.cpp import emit_cpp, measure
 from mpcompile.codegen.expr import Load, Scalar
 from mpcompile.codegen.schedule import count_bytes, count_phases, leaves
-from mpcompile.codegen.values import DTYPE_NAMES, NUM_ELEMENTS
+from mpcompile.codegen.values import NUM_ELEMENTS
 from mpcompile.errors import CodegenError
-from mpcompile.runtime.analysis import Analysis
 from mpcompile.runtime.calls import CallRunner
-from mpcompile.runtime.cases import PlannedCase, Surroundings, build_kernel, plan_case
-from mpcompile.runtime.classes import Classes, Member, group_tensors, group_values
-from mpcompile.runtime.coupling import total_name
+from mpcompile.runtime.cases import PlannedCase, build_kernel
+from mpcompile.runtime.classes import Classes, Member, group_tensors
 from mpcompile.runtime.device_rows import DeviceRows
-from mpcompile.runtime.guards import evaluate, guards_hold
+from mpcompile.runtime.grads import OwnGrads
 from mpcompile.runtime.handles import can_read_grads
 from mpcompile.runtime.host_part import ON_DEVICE, split_all, state_key
 from mpcompile.runtime.late_state import LATE, LatePart, LateState
 from mpcompile.runtime.machines import machine_of
+from mpcompile.runtime.planning import (
+    GradTreatment,
+    check_same_device,
+    check_supported,
+    plan_members,
+)
 from mpcompile.runtime.record import KernelRecord
 from mpcompile.runtime.staging import Staging
-from mpcompile.runtime.structure import ParamStructure, attributes, describe_group, set_entry
-from mpcompile.runtime.table import Located, Locator, Rows, Watch, build_chunks, independent_runs
+from mpcompile.runtime.table import Located, Locator, Rows, build_chunks, independent_runs
 from mpcompile.runtime.tracing import StateMissing
+from mpcompile.runtime.watched_optimizer import WatchedOptimizer
 
 Number = float | torch.Tensor
 """A number of a launch; a tensor is one that only the device knows."""
-
-
-@dataclass(frozen=True)
-class GradTreatment:
-    """How gradients reach the update; part of what an update is prepared for.
-
-    ``may_skip``: a launch may be told to do nothing.
-    """
-
-    steps: tuple[str, ...] = ("scale",)
-    write: bool = False
-    may_skip: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,11 +71,10 @@ class Prepared:
         late: LateState | None = None,
     ) -> None:
         self._optimizer, self.members, self.cache_dir = optimizer, list(members), cache_dir
-        _check_supported(members, grads)
+        check_supported(members, grads)
         sorted_members = classes.sort(members)
         self._analyses = [(m.group, a) for m, (_, a) in zip(members, sorted_members, strict=True)]
-        self._guarded = list(dict.fromkeys((g, id(a)) for g, a in self._analyses))
-        planned = _plan(members, grads, sorted_members, treatment, copies)
+        planned = plan_members(members, grads, sorted_members, treatment, copies)
         self.machine = machine_of(members[0].param.device)
         if self.machine is not None:
             if self.machine.is_capturing():
@@ -121,9 +111,10 @@ class Prepared:
         if isinstance(self.rows, DeviceRows):
             self.rows.kept += [copy for _, copy in self.staging.inward]
             self.rows.kept += self.staging.grads.values()
-        self._watch_objects()
+        shared = (self.kernel.shared, self.rows.shared)
+        on_device = self.machine is not None
+        self._watched = WatchedOptimizer(optimizer, self._analyses, shared, on_device, cache_dir)
         self.calls = CallRunner(self, planned) if any(p.calls for p in planned) else None
-        self._refresh_groups()
 
     def _load(self, name: str, shape: tuple[list[int], list[int], list[int]]) -> None:
         """Make the kernel and its rows; ``shape`` holds their sizes, kinds and groups."""
@@ -177,7 +168,7 @@ class Prepared:
                     self._add_number(numbers, row, name, state, name in stored)
                 elif tensor is not None:
                     if tensor.dim():
-                        _check_same_device(name, tensor, member.param)
+                        check_same_device(name, tensor, member.param)
                         tensor = self.staging.placed(tensor, like, name in stored)
                     place = self.rows.place(row, name)
                     if name == "copy":  # ours, and stays where it is
@@ -214,60 +205,13 @@ class Prepared:
             self.staging.grads[row] = placed.copy_(grad)
         return placed
 
-    def _watch_objects(self) -> None:
-        """Remember the objects whose replacement makes this table stale."""
-        self._watch = Watch(self.cache_dir)
-        groups, state = self._optimizer.param_groups, self._optimizer.state
-        self._containers = [groups, state, *(group["params"] for group in groups)]
-        self._watch.watch_list(groups)
-        for group in groups:
-            self._watch.watch_list(group["params"])
-        self._watch.watch_dict(state)
-        self._watch.watch_entries([e for e in state.values() if isinstance(e, dict)])
-        self._snapshots: list[list[Any]] = []
-        self._group_tensors: list[dict[str, torch.Tensor]] = []
-        self._structures = [describe_group(group) for group in groups]
-        self._attributes = attributes(self._optimizer)
-
-    def _refresh_groups(self) -> bool:
-        """Read the groups if they changed; return whether the traces still apply."""
-        groups = self._optimizer.param_groups
-        now = [[v for k, v in group.items() if k != "params"] for group in groups]
-        if attributes(self._optimizer) != self._attributes:
-            return False
-        if not any(s.tensors for s in self._structures) and now == self._snapshots:
-            return True
-        if [describe_group(group) for group in groups] != self._structures:
-            return False
-        values = [group_values(group) for group in groups]
-        by_id = {id(a): a for _, a in self._analyses}
-        if not all(guards_hold(by_id[a].guards, values[g]) for g, a in self._guarded):
-            return False
-        tensors = [group_tensors(group) for group in groups] if self.machine else []
-        if self._snapshots and not _same_objects(tensors, self._group_tensors):
-            return False
-        self._group_tensors = tensors
-        self._snapshots = now
-        width = len(self.kernel.shared)
-        for index, group in enumerate(values):
-            for position, name in enumerate(self.kernel.shared):
-                if index * width + position < len(self.rows.shared) and name in group:
-                    self.rows.shared[index * width + position] = group[name]
-        return True
-
-    def _same_containers(self) -> bool:
-        """Whether the optimizer holds the watched lists and dict; load_state_dict replaces them."""
-        groups = self._optimizer.param_groups
-        now = [groups, self._optimizer.state, *(group["params"] for group in groups)]
-        return len(now) == len(self._containers) and all(map(operator.is_, now, self._containers))
-
     def is_current(self, grads: Sequence[torch.Tensor]) -> bool:
         """Whether the table still describes the optimizer and fits ``grads``; takes pointers.
 
         With ``own_grads`` no Python object of a parameter or a gradient is looked at, and the
         parameters count as changed.
         """
-        if not self._same_containers() or not self._watch.holds() or not self._refresh_groups():
+        if not self._watched.is_current():
             return False
         is_own = grads is self.own_grads
         if is_own and (self.staging.grads or not self._can_read_grads):
@@ -340,7 +284,7 @@ class Prepared:
             self._take_numbers()
         else:
             self.late.late.end()
-        self._write_groups()
+        self._watched.write_results(self.rows.totals if self.kernel.totals else ())
         self.current_grads = ()
 
     def _begin(self) -> None:
@@ -363,24 +307,6 @@ class Prepared:
         self._take_numbers()
         self.late.late.note_replay(self.late)
 
-    def _write_groups(self) -> None:
-        """Give the groups the numbers that the step leaves in them."""
-        results = self._analyses[0][1].group_results
-        if not results:
-            return
-        groups = self._optimizer.param_groups
-        values = {
-            f"g{index}:{name}": value
-            for index, group in enumerate(groups)
-            for name, value in group_values(group).items()
-        }
-        for number in range(len(self.kernel.totals)):
-            values[total_name(number)] = self.rows.totals[number]
-        new = [(name, expr.dtype, evaluate(expr, values)) for name, expr in results]
-        for name, dtype, value in new:
-            owner, _, path = name.partition(":group.")
-            set_entry(groups[int(owner[1:])], path, int(value) if dtype == "i64" else value)
-
     def record(self) -> KernelRecord:
         """Return what one launch does."""
         reads = writes = 0
@@ -401,69 +327,6 @@ class Prepared:
     def grad_pointers(self) -> array.array[Any]:
         """Return where the gradients of this launch lie."""
         return self.locator.grad_pointers
-
-
-class OwnGrads(Sequence[torch.Tensor]):
-    """The gradients that parameters hold when one is asked for."""
-
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._params = params
-
-    def __len__(self) -> int:
-        return len(self._params)
-
-    def __getitem__(self, position: Any) -> Any:
-        grad = self._params[position].grad
-        assert grad is not None
-        return grad
-
-
-def _plan(
-    members: Sequence[Member],
-    grads: Sequence[torch.Tensor],
-    sorted_members: Sequence[tuple[ParamStructure, Analysis]],
-    treatment: GradTreatment,
-    copies: dict[torch.Tensor, torch.Tensor],
-) -> list[PlannedCase]:
-    """Return the planned case of each member; equal ones are one object."""
-    made: dict[tuple[int, Surroundings], PlannedCase] = {}
-    out = []
-    for member, grad, (structure, analysis) in zip(members, grads, sorted_members, strict=True):
-        copy = copies.get(member.param)
-        around = Surroundings(
-            DTYPE_NAMES[grad.dtype],
-            None if copy is None else DTYPE_NAMES[copy.dtype],
-            treatment.write,
-            treatment.steps,
-        )
-        key = (id(analysis), around)
-        if key not in made:
-            made[key] = plan_case(analysis, structure, around)
-        out.append(made[key])
-    return out
-
-
-def _check_supported(members: Sequence[Member], grads: Sequence[torch.Tensor]) -> None:
-    """Raise CodegenError for what kernels do not read."""
-    for member, grad in zip(members, grads, strict=True):
-        for what, tensor in (("parameter", member.param), ("gradient", grad)):
-            if tensor.layout is not torch.strided:
-                raise CodegenError(f"fuse-updates: a {what} is {tensor.layout}.")
-            _check_same_device(f"a {what}", tensor, members[0].param)
-            if tensor.device.type != "cpu" and machine_of(tensor.device) is None:
-                raise CodegenError(f"fuse-updates: a {what} is on {tensor.device.type}.")
-            if tensor.dtype not in DTYPE_NAMES or not tensor.dtype.is_floating_point:
-                raise CodegenError(f"fuse-updates: a {what} is {tensor.dtype}.")
-            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-                raise CodegenError(f"fuse-updates: a {what} is a {type(tensor).__name__}.")
-
-
-def _check_same_device(what: str, tensor: torch.Tensor, param: torch.Tensor) -> None:
-    if tensor.device != param.device:
-        raise CodegenError(
-            f"fuse-updates: {what} is on {tensor.device} and a parameter on {param.device}; one "
-            "kernel updates what lies on one device."
-        )
 
 
 def _count(number: int, word: str) -> str:
@@ -492,12 +355,6 @@ def _tensor_of(
     if name.startswith(ON_DEVICE):
         return group_tensors(group)[name.removeprefix(ON_DEVICE)]
     return None
-
-
-def _same_objects(
-    now: Sequence[dict[str, torch.Tensor]], before: Sequence[dict[str, torch.Tensor]]
-) -> bool:
-    return all(a[k] is b[k] for a, b in zip(now, before, strict=True) for k in a)
 
 
 def _ranges(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

@@ -20,7 +20,8 @@ from mpcompile.runtime import dispatch
 from mpcompile.runtime.cases import SCALE
 from mpcompile.runtime.classes import Classes, Member
 from mpcompile.runtime.late_state import settle
-from mpcompile.runtime.prepared import GradTreatment, Prepared
+from mpcompile.runtime.planning import GradTreatment
+from mpcompile.runtime.prepared import Prepared
 from mpcompile.runtime.structure import copy_attributes, flat_items
 from mpcompile.runtime.symbolic_math import symbolic_math
 from mpcompile.runtime.tracing import reasons, step_code

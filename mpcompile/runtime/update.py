@@ -23,7 +23,8 @@ from mpcompile.runtime.late_state import LateState, is_late_elsewhere, settle
 from mpcompile.runtime.loss_scale import LossScale
 from mpcompile.runtime.machines import is_awaited, waiting
 from mpcompile.runtime.norms import NormKernels
-from mpcompile.runtime.prepared import GradTreatment, Prepared
+from mpcompile.runtime.planning import GradTreatment
+from mpcompile.runtime.prepared import Prepared
 from mpcompile.runtime.record import KernelRecord, UpdateRecord
 from mpcompile.runtime.tracing import StateMissing
 
