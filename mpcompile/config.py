@@ -194,8 +194,7 @@ class Config:
         default="keep",
         metadata=_choice(
             "Whether a step that clears `.grad` first leaves it to the user afterwards.",
-            "keep",
-            planned=("drop",),
+            *("keep", "drop"),
         ),
     )
     check: str = field(
@@ -462,10 +461,21 @@ def _contradictions(
         if both:
             mistakes.append(f"{first} and {second}: both name {both}. Keep one of the two.")
     mistakes += _scale_contradictions(values)
+    mistakes += _drop_contradictions(values)
     if mode is not None and options.get("mode", mode) != mode:
         found = f"torch.compile(mode={mode!r}) and options['mode']={options['mode']!r}"
         mistakes.append(f"{found}: two modes. Keep one.")
     return mistakes
+
+
+def _drop_contradictions(values: Mapping[str, object]) -> list[str]:
+    """Return a mistake if gradients are to be dropped where nobody sees the update."""
+    disabled = values.get("disable", ())
+    assert isinstance(disabled, tuple)
+    is_seen = values.get("capture", "whole") == "whole" or "fuse-updates" not in disabled
+    if values.get("grads") != "drop" or is_seen:
+        return []
+    return ["grads='drop': in regions without fuse-updates the update is just a graph. Enable it."]
 
 
 _SCALE_OPTIONS = ("loss_scale", "growth_interval", "scale_floor", "scale_ceiling", "hysteresis")

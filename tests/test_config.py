@@ -120,7 +120,6 @@ def test_pass_names_are_exact() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("grads", "drop"),
         ("table", "apex-o1"),
         ("table", "grappler"),
     ],

@@ -21,7 +21,10 @@ from tests.steps import batch, classifier_step, compile_step
         ({"enable": ["shadow-weights"]}, r"shadow-weights.* not yet"),
         ({"dtype": "bf17"}, r"'bf17' is no dtype to train in.*Use bfloat16 \(bf16\), float16"),
         ({"dtype": "int8"}, r"'int8' is no dtype to train in"),
-        ({"grads": "drop"}, r"'drop' is not yet built"),
+        (
+            {"grads": "drop", "capture": "regions", "disable": ["fuse-updates"]},
+            r"grads='drop': in regions without fuse-updates",
+        ),
         ({"loss_scale": "dynamic"}, r"only float16 needs a loss scale, dtype is bfloat16"),
         ({"table": "painted-cuda"}, r"Use painted, autocast-cuda or autocast-cpu"),
         ({"lowering": "egaer"}, r"did you mean 'eager'"),

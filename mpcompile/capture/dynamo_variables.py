@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mpcompile.capture import hooks
+from mpcompile.capture import dropped_grads, hooks
 from mpcompile.capture.dynamo_handlers import handle
 from mpcompile.runtime import stand_ins
 from mpcompile.runtime.update import AMP_NAMES
@@ -212,6 +212,8 @@ def _emit_update(tx: Any, optimizer: torch.optim.Optimizer, trace: WholeTrace) -
             written = variable is not None and _writes_grad(effects, variable)
             given.append(written)
             grads.append(_grad_proxy(tx, variable) if written else None)
+            if grads[-1] is not None:
+                dropped_grads.note_update(tx.output, param)
     if all(grad is None for grad in grads):
         return False
     trace.keep_parameters(optimizer)
@@ -266,6 +268,7 @@ def _install_backward() -> None:
             _break("this step is compiled in regions, which end at backward()", "backward")
         if _find_trace() is not None:
             _check_leaves(found or ())
+            dropped_grads.note_backward(_current_tx().output, _reals(found or ()))
         return found
 
     def method_register_hook(self: Any, tx: Any, name: str, hook: Any) -> Any:
@@ -304,7 +307,7 @@ def _reading_pending(lookup: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_leaves(leaves: Sequence[Any]) -> None:
     """Break the graph at ``backward()`` unless it can be traced truly."""
-    tensors = [tensor for leaf in leaves if (tensor := _real(leaf)) is not None]
+    tensors = _reals(leaves)
     if not leaves:
         _break("backward() meets no parameter in this graph; they lie behind a break", "backward")
     if any(map(hooks.has_hooks, tensors)):
@@ -316,12 +319,21 @@ def _check_leaves(leaves: Sequence[Any]) -> None:
 
 def _guard_epoch() -> None:
     """Have the graph that is being traced expire with the others."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.functions import UserFunctionVariable
 
-    tx = InstructionTranslator.current_tx()
+    tx = _current_tx()
     epoch: Any = stand_ins.current_epoch
     UserFunctionVariable(epoch).call_function(tx, [], {})
+
+
+def _current_tx() -> Any:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx()
+
+
+def _reals(variables: Sequence[Any]) -> list[torch.Tensor]:
+    return [tensor for variable in variables if (tensor := _real(variable)) is not None]
 
 
 def _real(variable: Any) -> torch.Tensor | None:

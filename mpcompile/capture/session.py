@@ -10,14 +10,14 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mpcompile.capture import dynamo_api, dynamo_variables, hooks, remedies
+from mpcompile.capture import dropped_grads, dynamo_api, dynamo_variables, hooks, remedies
 from mpcompile.capture.assignment import read_assignment
 from mpcompile.capture.ddp import GradientSync
 from mpcompile.capture.parameter_lists import ParameterLists
@@ -27,6 +27,7 @@ from mpcompile.graph.roles import GraphKind
 from mpcompile.inspection.report import OverflowRecord, StepReport
 from mpcompile.pipeline import build_manager
 from mpcompile.runtime import dispatch, stand_ins
+from mpcompile.runtime.drops import Drops
 from mpcompile.runtime.loss_scale import LossScale
 from mpcompile.runtime.scale_policy import ScalePolicy
 from mpcompile.runtime.updates import Updates
@@ -70,6 +71,7 @@ class Session:
         updates: the fused updates of the optimizers that the step uses.
         sync: how gradients go between ranks.
         assigned: precision by region and node name that the user read from a file.
+        drops: takes away gradients that nobody is to see; None if they are kept.
         loss_scale: how gradients are scaled; None if they need not be.
         watches_overflow: whether graphs are run node by node to find the first Inf or NaN.
     """
@@ -84,12 +86,14 @@ class Session:
         self.loss_scale = _loss_scale(config, self.sync)
         fused = self.manager.is_enabled("fuse-updates")
         self.updates = Updates(config.cache_dir, fused, self.loss_scale)
+        self.drops = Drops(self.updates) if config.grads == "drop" else None
         self.watches_overflow = False
         self._num_calls = 0
         self._num_prepared = 0
         self._whole = config.capture == "whole"
         self._parameters = ParameterLists()
         self._ran_whole = False
+        self._dropped_later: tuple[weakref.ref[torch.Tensor], ...] = ()
         self._replays_left = MAX_REPLAYS
         self._left_to_regions: set[int | None] = set()
         self._constant_numbers: set[int | None] = set()
@@ -154,6 +158,8 @@ class Session:
         restore_tracing = self._set_tracing()
         if self.loss_scale is not None:
             self.loss_scale.begin_call()
+        if self.drops is not None:
+            self.drops.begin_call()
         try:
             with self._dispatching(), self.sync.running():
                 yield
@@ -162,6 +168,8 @@ class Session:
             stack.pop()
             if self.loss_scale is not None:
                 self.loss_scale.end_call(failed=sys.exc_info()[1] is not None)
+            if self.drops is not None:
+                self.drops.end_call()
             self._finish_call(position)
             if sys.exc_info()[1] is None and replay is not None:
                 self._finish_replay(replay, broke=dynamo_api.num_breaks() > position)
@@ -190,19 +198,27 @@ class Session:
             return MOVES
         return EXACT if self.config.dtype is torch.float32 else HALF
 
+    def drop_later(self, params: Sequence[torch.Tensor]) -> None:
+        """Have the graph that is being traced drop gradients of ``params`` after its call."""
+        self._dropped_later = tuple(map(weakref.ref, params))
+
     def whole_run_noter(self) -> Callable[[], None]:
-        """Return what is called whenever a graph with its update runs.
+        """Return what is called whenever the graph that was just traced runs.
 
         It does not keep the session alive. With a session may go the last reference to an
         optimizer, whose end touches the list of compiled graphs: torch crashes if it is just taking
         that list down, graph by graph (seen in 2.13, at ``torch._dynamo.reset``).
         """
         known = weakref.ref(self)
+        dropped, self._dropped_later = self._dropped_later, ()
 
         def note_run() -> None:
             session = known()
-            if session is not None:
-                session._ran_whole = True
+            if session is None:
+                return
+            session._ran_whole = True
+            if dropped and session.drops is not None:
+                session.drops.add([param for ref in dropped if (param := ref()) is not None])
 
         return note_run
 
@@ -214,7 +230,8 @@ class Session:
         """Send ``Optimizer.step`` to the updates; in regions to the originals if fusing is off."""
         guard = None if self.loss_scale is None else self.updates.guard
         if self._whole or self.manager.is_enabled("fuse-updates"):
-            return dispatch.running(self.updates.run, guard)
+            cleared = None if self.drops is None else self.drops.note_cleared
+            return dispatch.running(self.updates.run, guard, cleared)
         return dispatch.suspended(guard)
 
     def _finish_call(self, position: int) -> None:
@@ -327,7 +344,14 @@ def _is_left_to_regions() -> bool:
     return session is not None and session.is_left_to_regions()
 
 
+def _drop_later() -> Callable[[Sequence[torch.Tensor]], None] | None:
+    """Return what takes parameters whose gradients go when the call ends; None keeps them."""
+    session = _whole_trace()
+    return None if session is None or session.drops is None else session.drop_later
+
+
 dynamo_variables.install(_whole_trace, _is_left_to_regions)
+dropped_grads.install(_drop_later)
 stand_ins.install(lambda: _whole_trace() is not None)
 remedies.install()
 

@@ -30,6 +30,9 @@ Runner = Callable[[torch.optim.Optimizer, Step], Any]
 Guard = Callable[[torch.optim.Optimizer], Callable[[], None]]
 """Called before a step that runs as it is; what it returns is called after it."""
 
+Cleared = Callable[[torch.optim.Optimizer], None]
+"""Told of each optimizer whose gradients the step has set to None, where no graph does it."""
+
 BREAK_REASON = "fuse-updates takes Optimizer.step out of the graph"
 """Why Dynamo ends a graph in this file, for reports."""
 
@@ -39,6 +42,7 @@ class _Ours(NamedTuple):
 
     runner: Runner | None
     guard: Guard | None
+    cleared: Cleared | None = None
 
 
 _local = threading.local()
@@ -57,14 +61,16 @@ def _runners() -> list[_Ours]:
 
 
 @contextlib.contextmanager
-def running(runner: Runner, guard: Guard | None = None) -> Iterator[None]:
-    """Have steps in this thread go to ``runner``.
+def running(
+    runner: Runner, guard: Guard | None = None, cleared: Cleared | None = None
+) -> Iterator[None]:
+    """Have steps in this thread go to ``runner``, and tell ``cleared`` of ``zero_grad``.
 
     Those that take arguments, a closure say, run as they are, in ``guard``.
     """
     install()
     stack = _runners()
-    stack.append(_Ours(runner, guard))
+    stack.append(_Ours(runner, guard, cleared))
     try:
         yield
     finally:
@@ -183,7 +189,11 @@ def _zero_grad_dispatching(stock: Callable[..., None]) -> Callable[..., None]:
             stand_ins.zero_grad(self, set_to_none)
         else:
             stock(self, set_to_none)
+            cleared = _innermost().cleared
+            if set_to_none and cleared is not None:
+                cleared(self)
 
+    skip_code(zero_grad.__code__)  # where it is no part of a graph it runs as it stands
     zero_grad.__doc__ = stock.__doc__
     return zero_grad
 

@@ -69,6 +69,7 @@ class OptimizerUpdate:
         self.loss_scale: LossScale | None = None
         self.num_prepared = 0
         self._late: LateState | None = None
+        self.used = False
         self._tried: set[tuple[str, bool]] = set()
 
     def set_copies(self, copies: dict[torch.Tensor, torch.Tensor]) -> None:
@@ -96,6 +97,7 @@ class OptimizerUpdate:
         plan = plan or GradPlan()
         if is_late_elsewhere(self.optimizer, self._late):
             settle(self.optimizer)
+        self.used = True
         if plan.skip is not None and (self.reason or not is_awaited(plan.skip)):
             if bool(plan.skip.item()):
                 _, norm = apply_eagerly(replace(plan, write=False), grads or [])

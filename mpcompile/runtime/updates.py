@@ -89,6 +89,17 @@ class Updates:
         for optimizer in self._optimizers:
             settle(optimizer)
 
+    def is_used(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``optimizer`` was updated since ``take_used``."""
+        return optimizer in self._optimizers and self.of(optimizer).used
+
+    def take_used(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that were updated since this was asked last."""
+        used = [optimizer for optimizer in self._optimizers if self.of(optimizer).used]
+        for optimizer in used:
+            self.of(optimizer).used = False
+        return used
+
     def records(self) -> list[UpdateRecord]:
         """Return what each update does."""
         return [self.of(optimizer).record() for optimizer in self._optimizers]
