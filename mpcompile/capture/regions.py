@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 import mpcompile
 from mpcompile.capture import dynamo_api, graph_inputs
@@ -30,9 +30,10 @@ from mpcompile.inspection.measure import (
     measure_saved,
     measure_values,
 )
+from mpcompile.inspection.memory import GraphPart, RegionMemory
 from mpcompile.inspection.report import RegionReport
 from mpcompile.lowering import Compiled, lower
-from mpcompile.lowering.rematerialise import saved_values
+from mpcompile.lowering.rematerialise import backward_nodes, saved_values
 from mpcompile.lowering.source_hash import source_hash
 from mpcompile.pass_base import PassContext, Stage
 
@@ -113,6 +114,7 @@ class RegionRewriter:
         private: Collection[int] = (),
     ) -> None:
         self._private = private
+        self._memory = RegionMemory()
         self._manager = session.manager
         self._dtype = session.config.dtype
         self._region = region
@@ -155,11 +157,20 @@ class RegionRewriter:
             dump_region(region, self._ctx.config.report_dir)
 
     def observe(self, gm: GraphModule, is_backward: bool) -> Callable[..., Any] | None:
-        """Note what a backward graph reads that forward has saved for it; watch it if asked to."""
+        """Note what a graph keeps for backward and holds at its peak; watch it if asked to."""
         if is_backward and self._region.kind is GraphKind.TRAINING:
             self._region.saved_bytes = measure_saved(gm.graph)
         elif self._region.kind is GraphKind.TRAINING and not self._region.saved_bytes:
             self._region.saved_bytes = measure_values(saved_values(gm.graph))
+        self._measure_memory(gm.graph, is_backward)
         if self._watch is None:
             return None
         return watched(gm, self._region.index, is_backward, self._watch)
+
+    def _measure_memory(self, graph: Graph, is_backward: bool) -> None:
+        inner = set() if is_backward else backward_nodes(graph)
+        part = GraphPart.BACKWARD if is_backward else GraphPart.WHOLE
+        if self._region.kind is GraphKind.TRAINING and not inner and not is_backward:
+            part = GraphPart.FORWARD
+        self._memory.measure(graph, find_roles(graph, self._input_roles).inputs, inner, part)
+        self._region.peak = self._memory.peak

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpcompile.capture import dropped_grads, dynamo_api, dynamo_variables, hooks, remedies
+from mpcompile.capture import (
+    break_reasons,
+    dropped_grads,
+    dynamo_api,
+    dynamo_variables,
+    hooks,
+    remedies,
+)
 from mpcompile.capture.assignment import read_assignment
 from mpcompile.capture.ddp import GradientSync
 from mpcompile.capture.parameter_lists import ParameterLists
@@ -351,6 +358,7 @@ def _drop_later() -> Callable[[Sequence[torch.Tensor]], None] | None:
 
 
 dynamo_variables.install(_whole_trace, _is_left_to_regions)
+break_reasons.install()
 dropped_grads.install(_drop_later)
 stand_ins.install(lambda: _whole_trace() is not None)
 remedies.install()

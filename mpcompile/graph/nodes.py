@@ -140,9 +140,24 @@ def is_view(node: Node) -> bool:
 
 
 def draws_random(node: Node) -> bool:
-    """Whether ``node`` draws random numbers."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    """Whether ``node`` draws random numbers. Attention has the tag but does so for dropout only."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return bool(argument(node, "dropout_p", default=1.0) != 0)
+
+
+def argument(node: Node, name: str, default: Any) -> Any:
+    """Return what ``node`` gives for the parameter ``name`` of its op; ``default`` if it has none.
+
+    A parameter that is not given has the value of the schema.
+    """
+    if not isinstance(node.target, OpOverload):
+        return default
+    for position, parameter in enumerate(node.target._schema.arguments):
+        if parameter.name == name:
+            given = node.args[position] if position < len(node.args) else parameter.default_value
+            return node.kwargs.get(name, given)
+    return default
 
 
 def module_path(node: Node) -> str:

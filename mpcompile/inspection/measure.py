@@ -224,5 +224,10 @@ def measure_values(values: Iterable[Node]) -> dict[str, int]:
     saved: Counter[str] = Counter()
     for node in values:
         for val in nodes.tensor_values(node):
-            saved[format_dtype(val.dtype)] += _hint(val.numel()) * val.dtype.itemsize
+            saved[format_dtype(val.dtype)] += num_bytes(val)
     return dict(saved)
+
+
+def num_bytes(val: Tensor) -> int:
+    """Bytes of the elements of a fake tensor."""
+    return _hint(val.numel()) * val.dtype.itemsize

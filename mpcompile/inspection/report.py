@@ -12,6 +12,7 @@ from mpcompile.distributed.record import GraphBucket, SyncRecord
 from mpcompile.graph.diff import format_diff
 from mpcompile.graph.roles import GraphKind
 from mpcompile.inspection.measure import CastRecord, DecisionRecord, OpTotals
+from mpcompile.inspection.memory import MemoryPeak
 from mpcompile.pass_base import PassRecord, Stage
 from mpcompile.runtime.record import ScaleRecord, UpdateRecord
 
@@ -91,6 +92,8 @@ class RegionReport:
         decisions: precision and reason of each node.
         buckets: gradients that the graph sends to other ranks.
         saved_bytes: bytes that forward keeps for backward, by dtype.
+        peak: what the graph holds where it holds most; of a graph that is cut into forward and
+            backward, the larger of the two.
         draws_random: whether the graph draws random numbers, for dropout say.
         pass_records: every pass, Dynamo's stage first.
         aten_before: print of the ATen graph before the passes, ``dynamo_before`` that of Dynamo's.
@@ -108,6 +111,7 @@ class RegionReport:
     decisions: list[DecisionRecord] = field(default_factory=list)
     buckets: list[GraphBucket] = field(default_factory=list)
     saved_bytes: dict[str, int] = field(default_factory=dict)
+    peak: MemoryPeak | None = None
     draws_random: bool = False
     pass_records: list[PassRecord] = field(default_factory=list)
     aten_before: str = ""

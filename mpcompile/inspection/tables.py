@@ -10,6 +10,8 @@ from tabulate import tabulate
 from mpcompile.distributed.plan import Bucket
 from mpcompile.distributed.record import SyncRecord
 from mpcompile.graph.printer import format_dtype
+from mpcompile.graph.roles import GraphKind
+from mpcompile.inspection.memory import MemoryRole
 from mpcompile.inspection.report import OverflowRecord, RegionReport, StepReport
 from mpcompile.pass_base import PassRecord
 from mpcompile.runtime.record import ScaleRecord, UpdateRecord
@@ -29,6 +31,7 @@ def format_report(report: StepReport) -> str:
         _title("Passes", _format_passes(report.regions)),
         _title("Ops and matmul FLOPs by dtype", _format_totals(report.regions)),
         _title("Saved for backward", _format_saved(report.regions)),
+        _title("Memory at the peak of each graph", _format_peaks(report)),
         _title("Casts", _format_casts(report.regions)),
         _title("Gradients between ranks", _format_syncs(report.syncs)),
         _title("Buckets", _format_buckets(report.syncs)),
@@ -150,6 +153,21 @@ def _format_saved(regions: Sequence[RegionReport]) -> str:
         for dtype, count in sorted(region.saved_bytes.items())
     ]
     return _table(rows, ("region", "dtype", "activations"))
+
+
+def _format_peaks(report: StepReport) -> str:
+    """One row a region; the state of optimizers is there all the time, in no graph."""
+    state = sum(update.state_bytes for update in report.updates)
+    rows = []
+    for region in report.regions:
+        if region.peak is None or region.kind is not GraphKind.TRAINING:
+            continue
+        held = {**region.peak.bytes, MemoryRole.STATE: state}
+        sizes = [format_bytes(held.get(role, 0)) for role in MemoryRole]
+        part = "backward" if region.peak.is_backward else "forward"
+        where = f"{part} %{region.peak.node}"
+        rows.append((region.index, where, *sizes, format_bytes(sum(held.values()))))
+    return _table(rows, ("region", "where", *(role.value for role in MemoryRole), "sum"))
 
 
 def _format_updates(updates: Sequence[UpdateRecord]) -> str:

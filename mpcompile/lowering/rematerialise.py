@@ -31,7 +31,7 @@ def rematerialise(gm: GraphModule) -> int:
         how many values are computed again. Zero if there is no backward in the graph, or if the
         graph is a joint one, which gets partitioned.
     """
-    tagged = _backward_nodes(gm.graph)
+    tagged = backward_nodes(gm.graph)
     if not tagged or any(map(_is_tangent, gm.graph.find_nodes(op="placeholder"))):
         return 0
     seeds = _find_seeds(gm.graph, tagged)
@@ -54,13 +54,13 @@ def rematerialise(gm: GraphModule) -> int:
 
 def saved_values(graph: Graph) -> set[Node]:
     """Return the values whose memory the backward of a flat graph reads from its forward."""
-    backward = _backward_nodes(graph)
+    backward = backward_nodes(graph)
     readers = [node for node in backward if nodes.op_name(node) not in _CREATIONS]  # read a shape
     read = {source for node in readers for source in node.all_input_nodes} - backward
     return {root for root in map(nodes.root, read) if root.op == "call_function"}
 
 
-def _backward_nodes(graph: Graph) -> set[Node]:
+def backward_nodes(graph: Graph) -> set[Node]:
     """Return what backward made and what is computed from it, writes to inputs left out."""
     found: set[Node] = set()
     for node in graph.nodes:
@@ -106,7 +106,9 @@ class _Copies:
     def _recomputes(self, node: Node) -> bool:
         if node.op != "call_function" or node in self._backward or node.name in self._kept:
             return False
-        if nodes.draws_random(node) or node.is_impure() or _is_number(node):
+        if nodes.draws_random(node) or node.is_impure(impure_random=False):
+            return False
+        if _is_number(node):
             return False
         return node.meta.get("recompute") is not None or not _is_product(node)
 

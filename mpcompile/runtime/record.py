@@ -43,11 +43,15 @@ class KernelRecord:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """The update of one optimizer. ``reason`` says why it runs as eager, or is empty."""
+    """The update of one optimizer. ``reason`` says why it runs as eager, or is empty.
+
+    ``state_bytes`` are those of the tensors in its state.
+    """
 
     optimizer: str
     reason: str
     kernels: tuple[KernelRecord, ...]
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)

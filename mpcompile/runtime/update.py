@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from mpcompile.errors import CodegenError
 from mpcompile.runtime import dispatch, trial
@@ -82,7 +83,15 @@ class OptimizerUpdate:
         kernels: list[KernelRecord] = []
         for prepared in self.prepared.values():
             kernels += (*self.norms.records(prepared), prepared.record())
-        return UpdateRecord(type(self.optimizer).__name__, self.reason, tuple(kernels))
+        name = type(self.optimizer).__name__
+        tensors = [
+            leaf
+            for state in self.optimizer.state.values()
+            for leaf in pytree.tree_leaves(state)
+            if isinstance(leaf, torch.Tensor)
+        ]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return UpdateRecord(name, self.reason, tuple(kernels), size)
 
     def run(
         self, grads: Sequence[torch.Tensor | None] | None = None, plan: GradPlan | None = None

@@ -1,0 +1,48 @@
+"""Say what broke a graph where Dynamo can only go back to an earlier line and says nothing of it.
+
+It traces the frame again then, up to the last line that it can resume from, where the graph ends
+with the reason ``step_unsupported``. What was found in the first trace takes the place of that,
+with the line that it was found at.
+
+Private torch API, seen in 2.11 to 2.14: ``InstructionTranslatorBase.log_graph_break``, called with
+the exception before the second trace; ``OutputGraph.compile_subgraph``; ``GraphCompileReason``.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import CodeType
+from typing import Any
+
+_NAMELESS = "step_unsupported"
+_local = threading.local()
+
+
+def _found() -> dict[CodeType, tuple[str, list[Any]]]:
+    """Return for each frame that is traced again what was found in it, and Python's stack there."""
+    if not hasattr(_local, "found"):
+        _local.found = {}
+    found: dict[CodeType, tuple[str, list[Any]]] = _local.found
+    return found
+
+
+def install() -> None:
+    """Install this, once."""
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    log: Any = InstructionTranslatorBase.log_graph_break
+    compile_subgraph: Any = OutputGraph.compile_subgraph
+
+    def log_graph_break(self: Any, code_options: Any, reason: str, exc: Any) -> None:
+        _found()[self.f_code] = (str(exc), list(getattr(exc, "real_stack", None) or ()))
+        log(self, code_options, reason, exc)
+
+    def compile_with_reason(self: Any, tx: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _found().pop(tx.f_code, None)
+        if found is not None and reason.reason == _NAMELESS:
+            reason.reason, reason.user_stack = found[0], found[1] or reason.user_stack
+        return compile_subgraph(self, tx, reason, *args, **kwargs)
+
+    InstructionTranslatorBase.log_graph_break = log_graph_break  # type: ignore[method-assign]
+    OutputGraph.compile_subgraph = compile_with_reason  # type: ignore[method-assign]
