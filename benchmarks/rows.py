@@ -42,6 +42,12 @@ ROWS = {
     "mpcompile-zero-first": Row(
         "mpcompile bf16, whole step, zero_grad first", "mpcompile", zero_first=True
     ),
+    "mpcompile-drop": Row(
+        "mpcompile bf16, whole step, zero_grad first, grads dropped",
+        "mpcompile",
+        zero_first=True,
+        options={"grads": "drop"},
+    ),
     "mpcompile-regions": Row(
         "mpcompile bf16, regions", "mpcompile", options={"capture": "regions"}
     ),
