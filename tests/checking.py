@@ -200,6 +200,9 @@ class _Recorder:
     def cache_key(self) -> str:
         return ""
 
+    def keeps_order(self) -> bool:
+        return False
+
     def is_active(self) -> bool:
         return True
 

@@ -1,13 +1,15 @@
 """Functions that Dynamo hands to us instead of tracing them as they are.
 
 Private torch API, seen in 2.11 to 2.14: ``trace_rules._allowed_callable_ids``;
-``TorchInGraphFunctionVariable._get_handlers``.
+``TorchInGraphFunctionVariable._get_handlers``; ``exc.unimplemented``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from mpcompile.runtime.stand_ins import is_traced_whole
 
@@ -42,3 +44,21 @@ def trace_instead(original: Any, stand_in: Any, applies: Callable[[], bool] = la
         return function.call_function(tx, list(args), kwargs)
 
     handle(original, trace)
+
+
+def break_graph(reason: str, context: str) -> None:
+    """End the graph that is being traced."""
+    from torch._dynamo.exc import unimplemented
+
+    unimplemented(
+        gb_type=f"mpcompile: {reason}",
+        context=context,
+        explanation="The rest of the step is compiled in regions.",
+        hints=[],
+    )
+
+
+def real_tensor(variable: Any) -> torch.Tensor | None:
+    """Return the real tensor behind a graph input; a leaf made in the graph has none."""
+    example = getattr(variable.as_proxy().node.meta.get("grapharg"), "example", None)
+    return example if isinstance(example, torch.Tensor) else None

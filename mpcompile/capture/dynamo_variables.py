@@ -14,7 +14,7 @@ Private torch API, seen in 2.11 to 2.14: ``trace_rules._allowed_callable_ids``;
 ``TensorVariable._collect_backward_inputs`` and
 ``_method_register_hook``; ``builder.OptimizerVariable`` and ``OptimizerSource``;
 ``OutputGraph._validate_outputs_safe_for_autograd_nodes``; ``SideEffects.id_to_variable``,
-``is_modified`` and ``has_pending_mutation_of_attr``; ``exc.unimplemented``.
+``is_modified`` and ``has_pending_mutation_of_attr``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any, Protocol
 
 import torch
 
-from mpcompile.capture import dropped_grads, hooks
-from mpcompile.capture.dynamo_handlers import handle
+from mpcompile.capture import dropped_grads, dynamo_ddp, hooks
+from mpcompile.capture.dynamo_handlers import break_graph, handle, real_tensor
 from mpcompile.runtime import stand_ins
 from mpcompile.runtime.update import AMP_NAMES
 
@@ -104,7 +104,7 @@ def _refusing_changed(lookup: Callable[..., Any]) -> Callable[..., Any]:
     def read(self: Any, tx: Any, name: Any) -> Any:
         if id(self.value) in _updated(tx) and _is_changed_by_step(self.value, name):
             context = f"{type(self.value).__name__}.{name}"
-            _break("what an update changes is read after it", context)
+            break_graph("what an update changes is read after it", context)
         return lookup(self, tx, name)
 
     return read
@@ -265,7 +265,7 @@ def _install_backward() -> None:
     def collect_backward_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = collect(self, *args, **kwargs)
         if _is_left_to_regions():
-            _break("this step is compiled in regions, which end at backward()", "backward")
+            break_graph("this step is compiled in regions, which end at backward()", "backward")
         if _find_trace() is not None:
             _check_leaves(found or ())
             dropped_grads.note_backward(_current_tx().output, _reals(found or ()))
@@ -273,7 +273,7 @@ def _install_backward() -> None:
 
     def method_register_hook(self: Any, tx: Any, name: str, hook: Any) -> Any:
         if _find_trace() is not None and self.source:
-            _break("a hook is registered on a parameter or an input", f"Tensor.{name}")
+            break_graph("a hook is registered on a parameter or an input", f"Tensor.{name}")
         return register_hook(self, tx, name, hook)
 
     def validate_outputs(self: Any, rv: list[Any], tx: Any) -> None:
@@ -309,11 +309,16 @@ def _check_leaves(leaves: Sequence[Any]) -> None:
     """Break the graph at ``backward()`` unless it can be traced truly."""
     tensors = _reals(leaves)
     if not leaves:
-        _break("backward() meets no parameter in this graph; they lie behind a break", "backward")
+        break_graph(
+            "backward() meets no parameter in this graph; they lie behind a break", "backward"
+        )
     if any(map(hooks.has_hooks, tensors)):
         hooks.forget(tensors)
-        _break("a parameter has gradient hooks, which a traced backward would not call", "backward")
+        break_graph(
+            "a parameter has gradient hooks, which a traced backward would not call", "backward"
+        )
     hooks.keep_unhooked(tensors)
+    dynamo_ddp.end_backward()
     _guard_epoch()
 
 
@@ -333,13 +338,7 @@ def _current_tx() -> Any:
 
 
 def _reals(variables: Sequence[Any]) -> list[torch.Tensor]:
-    return [tensor for variable in variables if (tensor := _real(variable)) is not None]
-
-
-def _real(variable: Any) -> torch.Tensor | None:
-    """Return the real tensor behind a graph input; a leaf made in the graph has none."""
-    example = getattr(variable.as_proxy().node.meta.get("grapharg"), "example", None)
-    return example if isinstance(example, torch.Tensor) else None
+    return [tensor for variable in variables if (tensor := real_tensor(variable)) is not None]
 
 
 def _detach_consumed(graph: Any, outputs: list[Any], tx: Any) -> None:
@@ -356,14 +355,3 @@ def _detach_consumed(graph: Any, outputs: list[Any], tx: Any) -> None:
             continue
         if collect_reachable_grad_fns([(fake, None)]) & consumed:
             outputs[index] = variable.call_method(tx, "detach", [], {})
-
-
-def _break(reason: str, context: str) -> None:
-    from torch._dynamo.exc import unimplemented
-
-    unimplemented(
-        gb_type=f"mpcompile: {reason}",
-        context=context,
-        explanation="The rest of the step is compiled in regions.",
-        hints=[],
-    )

@@ -5,8 +5,8 @@ A value is dropped after the part that reads it last, so gradients die at the up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -18,6 +18,19 @@ from mpcompile.runtime.grads import ClipNorm, ClipValue, GradPlan
 
 Env = list[Any]
 Action = Callable[[Env], None]
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What updates have yet to do to the gradients that they get, by name of the update.
+
+    Attributes:
+        scaled: undo the loss scale.
+        factors: multiply them.
+    """
+
+    scaled: set[str] = field(default_factory=set)
+    factors: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,7 @@ def build_program(
     parts: Sequence[Part],
     compiled: Sequence[Callable[..., Any] | None],
     note_run: Callable[[], None],
-    scaled: Collection[str] = (),
+    unfinished: Unfinished | None = None,
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a function of the inputs of ``gm`` that returns its outputs.
 
@@ -45,12 +58,13 @@ def build_program(
         parts: what it was split into.
         compiled: for each part that is a segment, what runs it.
         note_run: called whenever the program runs.
-        scaled: names of the updates that get their gradients scaled.
+        unfinished: what updates have yet to do to their gradients.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     slots = _Slots({node: index for index, node in enumerate(gm.graph.nodes)})
     result: Sequence[Node | None] = gm.graph.output_node().args[0]  # type: ignore[assignment]
-    steps = [_step_of(*item, scaled) for item in zip(parts, compiled, strict=True)]
+    unfinished = unfinished or Unfinished()
+    steps = [_step_of(*item, unfinished) for item in zip(parts, compiled, strict=True)]
     actions = [action(slots) for action, _ in steps]
     dead = _last_reads([reads for _, reads in steps], result, slots)
     size, num_inputs = len(slots.of), len(placeholders)
@@ -72,12 +86,14 @@ def build_program(
 Step = tuple[Callable[[_Slots], Action], Sequence[Node]]
 
 
-def _step_of(part: Part, function: Callable[..., Any] | None, scaled: Collection[str]) -> Step:
+def _step_of(part: Part, function: Callable[..., Any] | None, unfinished: Unfinished) -> Step:
     """Return what builds the action of ``part``, and the values that it reads."""
     if isinstance(part, ClipCall):
         return _clip_step(part), part.grads
     if isinstance(part, UpdateCall):
-        step = _update_step(part, is_scaled=part.node.name in scaled)
+        name = part.node.name
+        factor = unfinished.factors.get(name, 1.0)
+        step = _update_step(part, is_scaled=name in unfinished.scaled, factor=factor)
         return step, [grad for grad in part.grads if grad is not None]
     if isinstance(part, BackwardCall):
         return _backward_step(part), part.reads
@@ -126,7 +142,7 @@ def _reader(value: Any, slots: _Slots) -> Callable[[Env], float]:
     return lambda env: number
 
 
-def _update_step(update: UpdateCall, is_scaled: bool) -> Callable[[_Slots], Action]:
+def _update_step(update: UpdateCall, is_scaled: bool, factor: float) -> Callable[[_Slots], Action]:
     clips = update.clips
 
     def bind(slots: _Slots) -> Action:
@@ -138,7 +154,7 @@ def _update_step(update: UpdateCall, is_scaled: bool) -> Callable[[_Slots], Acti
             bound = [read(env) for read in bounds]
             plan = GradPlan(clips=tuple(map(_planned, clips, bound))) if clips else None
             mine = [None if slot is None else env[slot] for slot in grads]
-            outcome = ops.run_update(update.handle, mine, update.given, plan, is_scaled)
+            outcome = ops.run_update(update.handle, mine, update.given, plan, is_scaled, factor)
             for slot in norms:
                 env[slot] = outcome.norm
 

@@ -35,7 +35,7 @@ from mpcompile.inspection.report import RegionReport
 from mpcompile.lowering import Compiled, lower
 from mpcompile.lowering.rematerialise import backward_nodes, saved_values
 from mpcompile.lowering.source_hash import source_hash
-from mpcompile.pass_base import PassContext, Stage
+from mpcompile.pass_base import Buckets, PassContext, Stage
 
 
 def compile_region(
@@ -44,6 +44,7 @@ def compile_region(
     session: Session,
     private: Collection[int] = (),
     reads: UpdateReads | None = None,
+    buckets: Buckets | None = None,
 ) -> Compiled:
     """Compile Dynamo's graph ``gm`` for the step of ``session``.
 
@@ -53,6 +54,7 @@ def compile_region(
         session: whose step it is.
         private: positions of outputs that only the runtime reads.
         reads: which of these each update reads; told which of them stay scaled.
+        buckets: what the program sends to other ranks; told what this graph sends.
 
     Raises:
         CaptureError: an input cannot be handled.
@@ -69,14 +71,22 @@ def compile_region(
         ctx.scaled.input_names = ctx.input_names
     region.add_passes(session.manager.run(Stage.DYNAMO, gm, ctx))
     ctx.updates_read = {} if reads is None else reads.outputs
-    compiled = lower(
-        gm, inputs, session.config, RegionRewriter(session, region, roles, ctx, private)
-    )
+    ctx.buckets = {} if buckets is None else buckets
+    rewriter = RegionRewriter(session, region, roles, ctx, private, sends=_sends(gm))
+    compiled = lower(gm, inputs, session.config, rewriter)
+    if reads is not None:
+        reads.factors |= ctx.factors
     if ctx.scaled is None:
         return compiled
     if reads is not None:
         reads.scaled |= ctx.scaled.folded
     return scaled_call(compiled, ctx.scaled)
+
+
+def _sends(gm: GraphModule) -> bool:
+    """Whether the graph sends gradients to other ranks."""
+    op = torch.ops.mpcompile.average_gradient
+    return any(node.target in (op, op.default) for node in gm.graph.nodes)
 
 
 def _begin_report(gm: GraphModule, session: Session) -> RegionReport:
@@ -112,19 +122,26 @@ class RegionRewriter:
         input_roles: Sequence[InputRole],
         ctx: PassContext,
         private: Collection[int] = (),
+        sends: bool = False,
     ) -> None:
         self._private = private
         self._memory = RegionMemory()
         self._manager = session.manager
         self._dtype = session.config.dtype
         self._region = region
+        self._sends = sends
         self._input_roles = input_roles
         self._ctx = ctx
         self._watch = session.note_overflow if session.watches_overflow else None
 
     def is_active(self) -> bool:
         """Whether any ATen pass may change a graph."""
-        return self._dtype is not torch.float32 and self._manager.rewrites(Stage.ATEN)
+        is_wanted = self._dtype is not torch.float32 or self._sends
+        return is_wanted and self._manager.rewrites(Stage.ATEN)
+
+    def keeps_order(self) -> bool:
+        """Whether nodes are to run in the order of the graph: buckets overlap with backward."""
+        return self._sends
 
     def cache_key(self) -> str:
         """Return the passes, their options and toggles, and a hash of our sources."""

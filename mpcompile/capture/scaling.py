@@ -23,10 +23,12 @@ class UpdateReads:
     Attributes:
         outputs: by name of an update, the positions of all gradients that it reads.
         scaled: names of the updates whose gradients the segment leaves scaled.
+        factors: what an update has yet to multiply its gradients by, if it has.
     """
 
     outputs: Mapping[str, Sequence[int]]
     scaled: set[str] = field(default_factory=set)
+    factors: dict[str, float] = field(default_factory=dict)
 
 
 def scaled_call(compiled: Compiled, region: ScaledRegion) -> Compiled:

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from mpcompile.capture import (
     break_reasons,
     dropped_grads,
     dynamo_api,
+    dynamo_ddp,
     dynamo_variables,
     hooks,
     remedies,
@@ -30,6 +32,7 @@ from mpcompile.capture.ddp import GradientSync
 from mpcompile.capture.parameter_lists import ParameterLists
 from mpcompile.capture.replay import EXACT, HALF, MOVES, Bounds, Replay
 from mpcompile.config import Config, is_disabled
+from mpcompile.distributed.module import ModuleSync
 from mpcompile.graph.roles import GraphKind
 from mpcompile.inspection.report import OverflowRecord, StepReport
 from mpcompile.pipeline import build_manager
@@ -150,6 +153,14 @@ class Session:
         """Rely on the list of parameters of ``optimizer``."""
         self._parameters.keep(optimizer)
 
+    def module_of(self, ddp: DistributedDataParallel) -> ModuleSync:
+        """Return what sends the gradients of ``ddp``."""
+        return self.sync.module_of(ddp)
+
+    def refusal_of(self, ddp: DistributedDataParallel) -> str:
+        """Return why a graph cannot take the place of ``ddp``, or nothing."""
+        return self.sync.refusal_of(ddp)
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Be the session that graphs belong to, for one call in this thread."""
@@ -168,7 +179,7 @@ class Session:
         if self.drops is not None:
             self.drops.begin_call()
         try:
-            with self._dispatching(), self.sync.running():
+            with self._dispatching(), self.sync.running(replays=replay is not None):
                 yield
         finally:
             restore_tracing()
@@ -190,9 +201,10 @@ class Session:
 
     def _finish_replay(self, replay: Replay, broke: bool) -> None:
         """Replay the step if it was one graph; evaluation before the first step does not count."""
-        if self._ran_whole and self.loss_scale is not None and self.loss_scale.has_skipped():
+        skipped = self.loss_scale is not None and self.loss_scale.has_skipped()
+        if self._ran_whole and skipped:
             return  # the eager step would be taken; the next call is compared
-        if self._ran_whole and not broke:
+        if self.sync.agree_to_replay(self._ran_whole and not broke):
             self.report.replayed += 1
             replay.compare(self._bounds())
         if self.config.check == "first-step":
@@ -360,6 +372,7 @@ def _drop_later() -> Callable[[Sequence[torch.Tensor]], None] | None:
 dynamo_variables.install(_whole_trace, _is_left_to_regions)
 break_reasons.install()
 dropped_grads.install(_drop_later)
+dynamo_ddp.install(_whole_trace)
 stand_ins.install(lambda: _whole_trace() is not None)
 remedies.install()
 

@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from mpcompile.capture import changing_numbers, dynamo_api
 from mpcompile.capture.carried_backward import BackwardCall, has_history
-from mpcompile.capture.program import build_program
+from mpcompile.capture.program import Unfinished, build_program
 from mpcompile.capture.regions import compile_region
 from mpcompile.capture.scaling import UpdateReads
 from mpcompile.capture.segments import (
@@ -24,7 +24,9 @@ from mpcompile.capture.segments import (
     split,
 )
 from mpcompile.capture.session import Session
+from mpcompile.capture.synchronised import begin, restart_in_regions
 from mpcompile.lowering import Compiled
+from mpcompile.pass_base import Buckets
 from mpcompile.runtime import ops
 
 
@@ -35,6 +37,7 @@ def compile_graph(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
         CaptureError: an input cannot be handled.
         PassError: a pass cannot rewrite the graph.
     """
+    synchronised = begin(gm, session)
     numbers = changing_numbers.free_numbers(gm.graph) if session.keeps_numbers_free() else {}
     changing_numbers.read_once(gm.graph, numbers)
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -44,37 +47,58 @@ def compile_graph(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
         if session.traces_whole():
             check_dense(gm)
         parts = split(gm) if has_calls(gm) else []
+        synchronised.check_parts(parts)
         with changing_numbers.staying_free(numbers.values()):
             if not parts:
-                return compile_region(gm, [given[node] for node in placeholders], session)
+                values, buckets = [given[node] for node in placeholders], synchronised.buckets
+                region = compile_region(gm, values, session, buckets=buckets)
+                return synchronised.around(region, session)
+            unfinished = Unfinished()
+            program, told = _compile_parts(
+                gm, parts, given, session, unfinished, synchronised.buckets
+            )
+            updates = _tell_updates(parts, unfinished)
+            program = synchronised.around(program, session, updates)
             session.note_whole_frame()
-            return _compile_parts(gm, parts, given, session)
+            session.report.whole.append(told)
+            return program
     except NotSplittableError as error:
-        session.report.add_break(f"not captured whole: {error}", error.line)
-        session.leave_to_regions()
-        dynamo_api.restart_tracing(str(error))
+        restart_in_regions(session, str(error), error.line)
     except changing_numbers.DecidedByValue as error:
         session.leave_numbers_constant()
         dynamo_api.restart_tracing(str(error))
 
 
 def _compile_parts(
-    gm: GraphModule, parts: Sequence[Part], given: Mapping[Node, Any], session: Session
-) -> Compiled:
-    """Compile the segments among ``parts`` and return what runs all parts."""
+    gm: GraphModule,
+    parts: Sequence[Part],
+    given: Mapping[Node, Any],
+    session: Session,
+    unfinished: Unfinished,
+    buckets: Buckets,
+) -> tuple[Compiled, str]:
+    """Compile the segments among ``parts``; return what runs all parts, and what they are."""
     compiled, told = [], []
-    scaled: set[str] = set()
     for part in parts:
         before = len(session.report.regions)
         compiled.append(
-            _compile_segment(part, parts, given, session, scaled)
+            _compile_segment(part, parts, given, session, unfinished, buckets)
             if isinstance(part, Segment)
             else None
         )
         told += _tell(part, range(before, len(session.report.regions)))
-    session.report.whole.append(" > ".join(told))
-    program = build_program(gm, parts, compiled, session.whole_run_noter(), scaled)
-    return dynamo_api.without_dynamo(program)
+    program = build_program(gm, parts, compiled, session.whole_run_noter(), unfinished)
+    return dynamo_api.without_dynamo(program), " > ".join(told)
+
+
+def _tell_updates(parts: Sequence[Part], unfinished: Unfinished) -> str:
+    """Say what updates do to gradients; equal on two ranks that round alike."""
+    told = []
+    for part in (part for part in parts if not isinstance(part, Segment)):
+        name = part.node.name
+        factor, is_scaled = unfinished.factors.get(name, 1.0), name in unfinished.scaled
+        told.append(f"{_tell(part, range(0))[0]} (times {factor:g}, scaled: {is_scaled})")
+    return " > ".join(told)
 
 
 def _tell(part: Part, regions: range) -> list[str]:
@@ -94,32 +118,36 @@ def _compile_segment(
     parts: Sequence[Part],
     given: Mapping[Node, Any],
     session: Session,
-    scaled: set[str],
+    unfinished: Unfinished,
+    buckets: Buckets,
 ) -> Compiled:
     """Compile ``segment``; one that only renames values runs as it stands.
 
     ``given`` holds the inputs of the whole graph.
 
-    Names of updates whose gradients it leaves scaled are added to ``scaled``.
+    What is left to updates is added to ``unfinished``, and what it sends to other ranks to
+    ``buckets``.
     """
     if is_trivial(segment):
         return segment.gm.forward
     private = _private_outputs(segment, parts)
-    reads = UpdateReads(_read_by_updates(segment, parts, private))
-    compiled = compile_region(segment.gm, _example_values(segment, given), session, private, reads)
-    scaled |= reads.scaled
-    return compiled
+    outputs = _read_by_updates(segment, parts, private)
+    reads = UpdateReads(outputs, unfinished.scaled, unfinished.factors)
+    values = _example_values(segment, given)
+    return compile_region(segment.gm, values, session, private, reads, buckets)
 
 
 def _read_by_updates(
     segment: Segment, parts: Sequence[Part], private: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the outputs that an update reads, for each that reads private ones and no others."""
+    """Return the outputs that an update reads, for each that reads no others, and alone."""
     positions = {segment.outputs[index]: index for index in private}
     found = {}
     for update in (part for part in parts if isinstance(part, UpdateCall)):
         grads = [grad for grad in update.grads if grad is not None]
-        if grads and all(update.given) and all(grad in positions for grad in grads):
+        readers = {update.node, *(clip.node for clip in update.clips)}
+        is_alone = all(grad in positions and _outside(grad, segment) <= readers for grad in grads)
+        if grads and all(update.given) and is_alone:
             found[update.node.name] = tuple(positions[grad] for grad in grads)
     return found
 
@@ -132,8 +160,13 @@ def _private_outputs(segment: Segment, parts: Sequence[Part]) -> list[int]:
     return [
         position
         for position, node in enumerate(segment.outputs)
-        if {user for user in node.users if user not in segment.nodes} <= runtime
+        if _outside(node, segment) <= runtime
     ]
+
+
+def _outside(node: Node, segment: Segment) -> set[Node]:
+    """Return what reads ``node`` behind ``segment``."""
+    return {user for user in node.users if user not in segment.nodes}
 
 
 def _example_values(segment: Segment, given: Mapping[Node, Any]) -> list[Any]:

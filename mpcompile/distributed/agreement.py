@@ -1,19 +1,20 @@
-"""Find out that ranks disagree, on the plan before the first bucket and on parameters after a step.
+"""Find out that ranks disagree: on what a step sends, before it is sent; on parameters after it.
 
-Both compare one number a thing with a single all-reduce of ``(x, -x)`` under MAX, which gives the
+Each compares one number a thing with a single all-reduce of ``(x, -x)`` under MAX, which gives the
 largest and the smallest. Only a disagreement, which all ranks then see, costs a second round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 
 from mpcompile.distributed import failures
-from mpcompile.distributed.plan import BucketPlan
+from mpcompile.distributed.plan import BucketPlan, digest
 from mpcompile.errors import SyncError
 
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -26,18 +27,60 @@ def compare_plans(plan: BucketPlan, group: dist.ProcessGroup, device: torch.devi
     Raises:
         SyncError: they have not, or one of them is gone.
     """
-    try:
-        if not _differing(torch.tensor([plan.digest()], device=device), group):
-            return
-        found: list[tuple[str, ...]] = [()] * group.size()
-        dist.all_gather_object(found, plan.lines, group=group)
-    except RuntimeError as error:
-        raise SyncError(failures.describe("comparing bucket plans", error)) from error
-    other = next(rank for rank, lines in enumerate(found) if lines != found[0])
-    here, there = _first_difference(found[0], found[other])
+    found = announce(Intent(plan.lines), group, device)
+    if not found:
+        return
+    other = next(rank for rank, item in enumerate(found) if item.lines != found[0].lines)
+    here, there = _first_difference(found[0].lines, found[other].lines)
     raise SyncError(
         f"ranks would send different buckets: rank 0 has {here!r}, rank {other} has {there!r}. "
         "Build the same model with the same options and environment on every rank."
+    )
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What a rank is about to do with others.
+
+    Attributes:
+        lines: its collectives, as text; equal on two ranks if they fit.
+        is_open: whether it can still do something else.
+        replays: whether it will run the step again, eagerly, to compare.
+    """
+
+    lines: tuple[str, ...]
+    is_open: bool = False
+    replays: bool = False
+
+
+def announce(intent: Intent, group: dist.ProcessGroup, device: torch.device) -> Sequence[Intent]:
+    """Tell the other ranks of ``group``; return what each of them intends if that is not the same.
+
+    Raises:
+        SyncError: a rank is gone.
+    """
+    words = digest((*intent.lines, f"replays: {intent.replays}"))
+    try:
+        if not _differing(torch.tensor([words], device=device), group):
+            return ()
+        found: list[Intent] = [intent] * group.size()
+        dist.all_gather_object(found, intent, group=group)
+    except RuntimeError as error:
+        raise SyncError(failures.describe("comparing what ranks are to send", error)) from error
+    return found
+
+
+def explain_difference(found: Sequence[Intent]) -> str:
+    """Return in which way the ranks whose intents these are differ, and what to do."""
+    other = next(rank for rank, item in enumerate(found) if item.lines != found[0].lines)
+    here, there = found[0].lines[0], found[other].lines[0]
+    if here == there:
+        here, there = _first_difference(found[0].lines, found[other].lines)
+    return (
+        f"ranks are about to run different steps: rank 0 has {here!r}, rank {other} has {there!r}. "
+        "A branch that only some ranks take (a print on rank 0, say) was compiled after others had "
+        "their step as one graph, and what it sends does not fit. Keep such code out of the "
+        "compiled function, or compile with options={'capture': 'regions'} on every rank."
     )
 
 

@@ -2,15 +2,20 @@
 
 ``Reducer._update_process_group``, ``Reducer._get_zeros_like_grad_buckets``, ``_run_ddp_forward``,
 ``_join_config``, ``_use_python_reducer``, ``_delay_all_reduce_all_params``,
-``_static_graph_delay_allreduce_enqueued``, ``_has_rebuilt_buckets``, ``_get_active_ddp_module``
-and ``_get_ddp_logging_data``, seen in torch 2.11 to 2.14.
+``_static_graph_delay_allreduce_enqueued``, ``_has_rebuilt_buckets``, ``_get_active_ddp_module``,
+``_get_ddp_logging_data``, ``bucket_bytes_cap``, ``bucket_bytes_cap_default``, ``modules_buffers``,
+``_distributed_broadcast_coalesced``, ``broadcast_bucket_size``, ``require_forward_param_sync`` and
+``_DEFAULT_FIRST_BUCKET_BYTES``; of a process group ``_device_types``, ``_get_backend`` and
+``options._timeout``, seen in torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,6 +42,121 @@ def refusal(ddp: DistributedDataParallel) -> str:
     if sparse:
         return f"{sparse[0]} has sparse gradients; build it with sparse=False"
     return ""
+
+
+def graph_refusal(ddp: DistributedDataParallel) -> str:
+    """Return why a graph cannot do what ``ddp`` does around a forward, or nothing."""
+    found = refusal(ddp)
+    if found:
+        return found
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        return "find_unused_parameters: ranks may use other parameters, so reductions differ"
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        return "skip_all_reduce_unused_params: its reducer finds out what is used"
+    if ddp.mixed_precision is not None:
+        return "mixed_precision of DistributedDataParallel casts parameters by itself"
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules()):
+        return "SyncBatchNorm communicates in the middle of the model"
+    if getattr(ddp, "bucket_bytes_cap_list", None):
+        return "bucket_cap_mb_list fits the buckets of its reducer only"
+    if any(_num_hooks(ddp)):
+        return "hooks on DistributedDataParallel itself; register them on the module inside"
+    if hasattr(ddp, "buffer_hook") or (ddp.parameters_to_ignore and ddp.modules_buffers):
+        return "buffers are not broadcast as they are by default"
+    if reduced_names(ddp) != {name for name, p in named_parameters(ddp) if p.requires_grad}:
+        return "requires_grad was changed after DistributedDataParallel was built"
+    return ""
+
+
+def graph_state(ddp: DistributedDataParallel) -> tuple[object, ...]:
+    """Return what a graph of ``ddp`` relies on, beside what Dynamo guards; cheap to ask."""
+    hook = ddp._get_ddp_logging_data().get("comm_hook", "")
+    return (
+        hook,
+        ddp._join_config.enable,
+        ddp._use_python_reducer,
+        ddp.static_graph,
+        hasattr(ddp, "buffer_hook"),
+        id(ddp.process_group),
+        _num_hooks(ddp),
+    )
+
+
+def _num_hooks(ddp: DistributedDataParallel) -> tuple[int, ...]:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return tuple(len(getattr(ddp, name)) for name in hooks)
+
+
+def input_device(ddp: DistributedDataParallel) -> torch.device | None:
+    """Return where the wrapper moves inputs to; None if it leaves them where they are."""
+    return torch.device(ddp.device_type, ddp.device_ids[0]) if ddp.device_ids else None
+
+
+def reduced_names(ddp: DistributedDataParallel) -> frozenset[str]:
+    """Return the names of the parameters that the reducer of ``ddp`` looks after."""
+    buckets = read_buckets(ddp, torch.float32)
+    return frozenset(name for bucket in buckets for name in bucket.names)
+
+
+def bucket_bytes(ddp: DistributedDataParallel) -> tuple[int, int]:
+    """Return the size of the first bucket and of the others, in bytes of gradients."""
+    cap = int(ddp.bucket_bytes_cap)
+    first: int = dist._DEFAULT_FIRST_BUCKET_BYTES
+    return (min(first, cap) if ddp.bucket_bytes_cap_default else cap), cap
+
+
+def syncs_buffers(ddp: DistributedDataParallel) -> bool:
+    """Whether forwards of ``ddp`` may fetch the buffers of rank 0."""
+    asked = getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True))
+    return bool(asked and ddp.modules_buffers)
+
+
+def broadcast_buffers(
+    ddp: DistributedDataParallel, buffers: Sequence[torch.Tensor], averages: bool
+) -> None:
+    """Overwrite ``buffers`` with those of rank 0 where stock DDP would at the start of a forward.
+
+    ``averages`` is whether a reducing backward follows; only then the next forward fetches again.
+    """
+    if ddp.will_sync_module_buffers():
+        ddp._distributed_broadcast_coalesced(buffers, ddp.broadcast_bucket_size, 0)
+    ddp.require_forward_param_sync = averages
+
+
+def communicates(ddp: DistributedDataParallel) -> bool:
+    """Whether the forward of ``ddp`` that begins now, or its backward, involves other ranks."""
+    return will_reduce(ddp) or ddp.will_sync_module_buffers()
+
+
+def words_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
+    """Return a group of the ranks of ``ddp`` that moves CPU tensors.
+
+    The host reads what it moves; with NCCL it would have to wait for the device. All ranks must
+    ask: where the group has no backend for CPUs, one over Gloo is made.
+    """
+    group: dist.ProcessGroup = ddp.process_group
+    if moves_cpu_tensors(group):
+        return group
+    if group not in _words_groups:
+        ranks = dist.get_process_group_ranks(group)
+        _words_groups[group] = dist.new_group(
+            ranks, backend="gloo", use_local_synchronization=True, timeout=_timeout(group)
+        )
+    return _words_groups[group]
+
+
+def moves_cpu_tensors(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` has a backend for CPUs."""
+    return torch.device("cpu") in group._device_types
+
+
+_words_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    """Return how long the collectives of ``group`` wait for other ranks."""
+    found: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return found
 
 
 def _is_sparse(module: torch.nn.Module) -> bool:

@@ -11,7 +11,7 @@ Private torch API, seen in 2.11 to 2.14: ``_create_work_from_future``; a Python 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ from mpcompile.distributed import failures, wire
 from mpcompile.distributed.plan import Bucket, BucketPlan
 from mpcompile.distributed.residuals import Residuals
 from mpcompile.errors import SyncError
+
+_NOTHING = torch.empty(0)
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Sending:
         future: done when ``grads`` holds the mean.
         factor: what ``grads`` is multiplied by while it awaits the sum, 0-dim; None if nothing is.
         largest: magnitude of the largest sum on the wire; None if nobody asked.
+        wired: the sum on the wire, which is not copied into ``grads``; None if it is.
+        members: gradients as backward made them, that ``grads`` is yet to be made from.
         started: seconds on the clock; ``arrived`` as well.
     """
 
@@ -42,8 +46,14 @@ class Sending:
     future: Any = None
     factor: torch.Tensor | None = None
     largest: torch.Tensor | None = None
+    wired: torch.Tensor | None = None
+    members: tuple[torch.Tensor, ...] = ()
     started: float = field(default_factory=time.perf_counter)
     arrived: float = 0.0
+
+    def forget(self) -> None:
+        """Let go of tensors: what was received is in other hands."""
+        self.grads, self.wired, self.members, self.future = _NOTHING, None, (), None
 
 
 class WireGroup(dist.ProcessGroup):
@@ -98,47 +108,102 @@ class WireGroup(dist.ProcessGroup):
         position = len(self.sendings)
         if not grads.is_floating_point() or position >= len(self._plan.buckets):
             return self._inner.allreduce(tensors, opts)
-        sending = Sending(self._plan.buckets[position], grads)
-        assert sending.bucket.num_elements == grads.numel(), sending.bucket
-        self.sendings.append(sending)
         if position == 0:
             self._on_first()
-        if sending.bucket.wire is grads.dtype:
-            sending.future = self._inner.allreduce(tensors, opts).get_future()
-            sending.future = sending.future.then(lambda future: _arrive(sending, future))
-        else:
-            self._start(sending, opts)
+        sending = self.send_bucket(grads, opts)
         if self._is_blocking:
             self._complete(sending)
         return _work_of(sending.future)
 
-    def _start(self, sending: Sending, opts: Any) -> None:
+    def send_members(self, grads: Sequence[torch.Tensor], stays_on_wire: bool) -> None:
+        """Start the all-reduce of the next bucket, of gradients as backward made them.
+
+        Args:
+            grads: one for each member of the bucket.
+            stays_on_wire: hand out the sum as it is on the wire, in bfloat16.
+        """
+        bucket, opts = self._plan.buckets[len(self.sendings)], dist.AllreduceOptions()
+        if self.residuals is not None or bucket.wire is bucket.dtype:
+            flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(self.size())
+            self.send_bucket(flat, opts, stays_on_wire)
+            return
+        sending = Sending(bucket, _NOTHING, members=tuple(grads))
+        self.sendings.append(sending)
+        sending.factor = self._factor(bucket, grads, self.size())
+        sent = grads[0].new_empty(bucket.num_elements, dtype=bucket.wire)
+        wire.cast_into(sent, grads, sending.factor / self.size())
+        self._launch(sending, sent, opts, stays_on_wire)
+
+    def send_bucket(self, grads: torch.Tensor, opts: Any, stays_on_wire: bool = False) -> Sending:
+        """Start the all-reduce of the next bucket.
+
+        Args:
+            grads: its flat gradients, each already divided by the number of ranks; changed.
+            opts: of the all-reduce.
+            stays_on_wire: as for ``send_members``.
+        """
+        sending = Sending(self._plan.buckets[len(self.sendings)], grads)
+        assert sending.bucket.num_elements == grads.numel(), sending.bucket
+        self.sendings.append(sending)
+        if sending.bucket.wire is grads.dtype:
+            sending.future = self._inner.allreduce([grads], opts).get_future()
+            sending.future = sending.future.then(lambda future: _arrive(sending, future))
+        else:
+            self._start(sending, opts, stays_on_wire)
+        return sending
+
+    def receive_bucket(self, index: int) -> torch.Tensor:
+        """Wait for the bucket at ``index``; return the mean over ranks, or the sum on the wire.
+
+        Raises:
+            SyncError: it did not arrive.
+        """
+        sending = self.sendings[index]
+        self._complete(sending)
+        found = sending.grads if sending.wired is None else sending.wired
+        sending.forget()
+        return found
+
+    def _start(self, sending: Sending, opts: Any, stays_on_wire: bool) -> None:
         grads, bucket = sending.grads, sending.bucket
         residual = None
         if self.residuals is not None:
             residual = self.residuals.of(bucket, grads)
             grads.add_(residual)
-        sending.factor = self._factor(bucket, grads)
+        sending.factor = self._factor(bucket, [grads], 1)
         grads.mul_(sending.factor)
         sent = grads.to(bucket.wire)
         if residual is not None:
             torch.sub(grads, sent, out=residual).div_(sending.factor)
             residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # of a step that is skipped
-        future = self._inner.allreduce([sent], opts).get_future()
-        sending.future = future.then(lambda done: _receive(sending, done))
+        self._launch(sending, sent, opts, stays_on_wire)
 
-    def _factor(self, bucket: Bucket, grads: torch.Tensor) -> torch.Tensor:
-        """Return what ``grads``, divided by the number of ranks, are multiplied by to be sent."""
+    def _launch(self, sending: Sending, sent: torch.Tensor, opts: Any, stays_on_wire: bool) -> None:
+        if stays_on_wire:
+            assert sent.dtype is torch.bfloat16, "a sum in float16 may have to be sent again"
+            sending.grads, sending.wired, sending.members = _NOTHING, sent, ()
+        future = self._inner.allreduce([sent], opts).get_future()
+        sending.future = future.then(lambda done: _receive(sending, sent, done))
+
+    def _factor(self, bucket: Bucket, grads: Sequence[torch.Tensor], divisor: int) -> torch.Tensor:
+        """Return what gradients, divided by the number of ranks, are multiplied by to be sent.
+
+        ``grads`` have yet to be divided by ``divisor``.
+        """
         factor = torch.tensor(1.0 / wire.post_factor(self.size()))
         if bucket.wire is not torch.float16:
             return factor
         if bucket.index not in self.sums:
-            self.sums[bucket.index] = self._bound_sum(grads) * factor
+            self.sums[bucket.index] = self._bound_sum(grads) * factor / divisor
         return factor * wire.scale_for(self.sums[bucket.index])
 
-    def _bound_sum(self, grads: torch.Tensor) -> torch.Tensor:
+    def _bound_sum(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """Ask all ranks how large a sum can become; for the first step of a plan."""
-        largest = wire.largest_magnitude(grads).reshape(1)
+        largest = (
+            torch.stack([wire.largest_magnitude(grad) for grad in grads if grad.numel()])
+            .max()
+            .reshape(1)
+        )
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._inner.allreduce([largest], options).wait()
@@ -174,6 +239,9 @@ class WireGroup(dist.ProcessGroup):
     def _resend(self, sending: Sending) -> None:
         """Reduce in float32; all ranks see the same overflow, so all come here."""
         assert sending.factor is not None
+        if sending.members:
+            sending.grads = torch.cat([grad.float().reshape(-1) for grad in sending.members])
+            sending.grads.mul_(sending.factor / self.size())
         self._inner.allreduce([sending.grads]).wait()
         sending.largest = wire.largest_magnitude(sending.grads)
         sending.grads.div_(sending.factor)
@@ -192,10 +260,15 @@ def _arrive(sending: Sending, future: Any) -> Any:
     return value
 
 
-def _receive(sending: Sending, future: Any) -> list[torch.Tensor]:
+def _receive(sending: Sending, summed: torch.Tensor, future: Any) -> list[torch.Tensor]:
     """Turn the sum on the wire into the mean; keep the local gradients if it overflowed."""
     assert sending.factor is not None
-    (summed,) = future.value()
+    future.value()  # raises what went wrong
+    if sending.wired is not None:
+        sending.arrived = time.perf_counter()
+        return [sending.wired]
+    if sending.members:
+        sending.grads = torch.zeros_like(summed, dtype=torch.float32)
     grads = sending.grads
     if summed.dtype is not torch.float16:
         grads.copy_(summed).div_(sending.factor)

@@ -10,19 +10,24 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from mpcompile.distributed import ddp_api
+from mpcompile.distributed import ddp_api, failures, graph_ops, wire
 from mpcompile.distributed.agreement import agree_on, compare_parameters, compare_plans
 from mpcompile.distributed.group import WireGroup
-from mpcompile.distributed.plan import BucketPlan
+from mpcompile.distributed.plan import Bucket, BucketPlan
 from mpcompile.distributed.record import BucketTimes, SyncRecord
+from mpcompile.errors import SyncError
+
+_IN_GRAPH = "the graph of the whole step"
+_IN_REDUCER = "mpcompile, in the place of the reducer's process group"
 
 
 @dataclass(frozen=True)
@@ -61,13 +66,16 @@ class ModuleSync:
         self._settings = settings
         self._group = WireGroup(ddp.process_group, settings.error_feedback, self._expect_end)
         self._plan = BucketPlan(())
+        self._reducer_plan = BucketPlan(())
         self._plan_version: object = None
+        self._is_in_graph = False
         self._is_installed = False
         self._is_check_due = False
         self._averages = False
         self._num_backwards = 0
         self._wait_s = 0.0
         self.refusal = ""
+        self.handle = graph_ops.register(self)
 
     def prepare(self) -> None:
         """Get ready for the backward of a forward that starts now.
@@ -86,9 +94,11 @@ class ModuleSync:
         version = ddp_api.plan_version(ddp)
         if version != self._plan_version:
             buckets = ddp_api.read_buckets(ddp, self._settings.wire)
-            self._plan = BucketPlan(buckets, self._settings.lines)
-            compare_plans(self._plan, ddp.process_group, ddp.device)
+            self._reducer_plan = BucketPlan(buckets, self._settings.lines)
+            compare_plans(self._reducer_plan, ddp.process_group, ddp.device)
             self._plan_version = version
+        self._plan = self._reducer_plan
+        self._is_in_graph = False
         self._group.begin(self._plan, ddp_api.is_read_early(ddp))
         ddp_api.set_reducer_group(ddp, self._group)
         self._is_installed = True
@@ -111,6 +121,106 @@ class ModuleSync:
             ddp = self._module()
             when = f"after {self._num_backwards} reductions of gradients"
             compare_parameters(list(ddp_api.named_parameters(ddp)), ddp.process_group, when)
+
+    # --- in a graph that holds the whole step ----------------------------------------------------
+
+    def plan(self, buckets: Sequence[Bucket]) -> BucketPlan:
+        """Return the plan of a graph that sends ``buckets``."""
+        return BucketPlan(tuple(buckets), self._settings.lines)
+
+    @property
+    def wire(self) -> torch.dtype:
+        """What float32 gradients are sent as."""
+        return self._settings.wire
+
+    @property
+    def wire_factor(self) -> float:
+        """What a sum on a bfloat16 wire is multiplied by to be the mean."""
+        return wire.post_factor(self.num_ranks)
+
+    @property
+    def capacities(self) -> tuple[int, int]:
+        """Bytes of gradients in the first bucket, and in each later one."""
+        return ddp_api.bucket_bytes(self._module())
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks average."""
+        return self._module().process_group.size()
+
+    @property
+    def words_group(self) -> dist.ProcessGroup:
+        """A group of the same ranks that moves CPU tensors."""
+        return ddp_api.words_group(self._module())
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether what the cast rounds off is kept for the next step."""
+        return self._settings.error_feedback
+
+    def begin_graph(self, plan: BucketPlan) -> None:
+        """Get ready for a graph that sends ``plan`` by itself.
+
+        Raises:
+            SyncError: a parameter differs between ranks.
+        """
+        self.check()
+        self.restore()
+        self.refusal = ""
+        self._averages = bool(plan.buckets)
+        self._is_in_graph = True
+        if plan.buckets:
+            self._plan = plan
+            self._wait_s = 0.0
+            self._group.begin(plan, is_blocking=False)
+
+    def end_graph(self, turns: int) -> None:
+        """Note that the graph has run, in which gradients were reduced ``turns`` times."""
+        for _ in range(turns):
+            self._num_backwards += 1
+            self._is_check_due |= self._settings.is_check_due(self._num_backwards)
+
+    def average(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the mean over ranks of one gradient, sent as it is."""
+        mean = grad / self._module().process_group.size()
+        try:
+            dist.all_reduce(mean, group=self._module().process_group)
+        except RuntimeError as error:
+            raise SyncError(failures.describe("reducing a gradient", error)) from error
+        return mean
+
+    def send(self, index: int, grads: Sequence[torch.Tensor], stays_on_wire: bool) -> None:
+        """Start the reduction of the bucket at ``index``, which holds ``grads``.
+
+        ``stays_on_wire``: the sum is handed out in bfloat16, to be multiplied by ``wire_factor``.
+        """
+        assert index == len(self._group.sendings), "buckets are sent in the order of the plan"
+        self._group.send_members(grads, stays_on_wire)
+
+    def receive(self, index: int) -> torch.Tensor:
+        """Return the mean over ranks of the bucket at ``index``, or its sum on the wire.
+
+        Raises:
+            SyncError: it did not arrive.
+        """
+        self._wait_s = self._wait_s or time.perf_counter()
+        return self._group.receive_bucket(index)
+
+    def broadcast(self, buffers: Sequence[torch.Tensor], averages: bool) -> list[torch.Tensor]:
+        """Return the buffers of rank 0, if stock DDP would fetch them now.
+
+        Args:
+            buffers: what this rank has.
+            averages: whether the forward that begins is followed by a reducing backward.
+        """
+        copies = [buffer.clone() for buffer in buffers]
+        try:
+            ddp_api.broadcast_buffers(self._module(), copies, averages)
+        except RuntimeError as error:
+            raise SyncError(failures.describe("broadcasting buffers", error)) from error
+        return copies
+
+    # --- what ranks decide together --------------------------------------------------------------
 
     def agree_on(self, flag: torch.Tensor) -> torch.Tensor:
         """Return ``flag``, set where it is on any rank that averages with this one."""
@@ -135,7 +245,7 @@ class ModuleSync:
         return SyncRecord(
             module=name,
             num_ranks=size,
-            sender="mpcompile, in the place of the reducer's process group",
+            sender=_IN_GRAPH if self._is_in_graph else _IN_REDUCER,
             buckets=self._plan.buckets,
             times=tuple(times),
             wait_ms=(self._wait_s - start) * 1e3,

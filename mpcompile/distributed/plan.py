@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ class Bucket:
         sizes: elements of each.
         dtype: what the gradients are.
         wire: what is sent.
+        turn: number of the backward in a step that they come from.
     """
 
     index: int
@@ -25,6 +27,7 @@ class Bucket:
     sizes: tuple[int, ...]
     dtype: torch.dtype
     wire: torch.dtype
+    turn: int = 0
 
     @property
     def num_elements(self) -> int:
@@ -54,15 +57,26 @@ class BucketPlan:
     buckets: tuple[Bucket, ...]
     settings: tuple[str, ...] = ()
 
-    @property
+    @functools.cached_property
     def lines(self) -> tuple[str, ...]:
         """What ranks must agree on, as text."""
         return (*self.settings, *(str(bucket) for bucket in self.buckets))
 
+    @property
+    def num_turns(self) -> int:
+        """How often gradients are reduced in a step."""
+        return len({bucket.turn for bucket in self.buckets})
+
     def digest(self) -> int:
-        """Return a hash of ``lines`` that fits a signed 64-bit integer."""
-        text = "\n".join(self.lines)
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        """Return a hash of ``lines``."""
+        return digest(self.lines)
+
+
+@functools.lru_cache(maxsize=64)
+def digest(lines: tuple[str, ...]) -> int:
+    """Return a hash of ``lines`` that fits a signed 64-bit integer."""
+    text = "\n".join(lines)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def wire_of(dtype: torch.dtype, wire: torch.dtype) -> torch.dtype:

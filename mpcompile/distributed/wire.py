@@ -11,6 +11,8 @@ each other. A sum that overflows all the same is sent again in float32; see ``gr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 TARGET = 1024.0
@@ -29,6 +31,16 @@ def predivision(world: int) -> int:
 def post_factor(world: int) -> float:
     """Return what the sum over ranks is multiplied by to complete the mean."""
     return predivision(world) / world
+
+
+def cast_into(sent: torch.Tensor, grads: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
+    """Write ``grads`` times ``scale``, 0-dim float32, into ``sent``, one behind the other.
+
+    Each element is rounded once, to the dtype of ``sent``.
+    """
+    parts = sent.split([grad.numel() for grad in grads])
+    for grad, part in zip(grads, parts, strict=True):
+        torch.mul(grad.float(), scale, out=part.view(grad.shape))
 
 
 def largest_magnitude(bucket: torch.Tensor) -> torch.Tensor:

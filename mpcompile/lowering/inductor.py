@@ -1,9 +1,10 @@
 """Lower through Inductor: the only file that touches its private interfaces.
 
 Written against torch 2.11 to 2.14: ``compile_fx(inner_compile=, decompositions=, config_patches=)``
-and ``config.joint_custom_pre_pass``, which sees joint graphs before they are partitioned and
-inference graphs too. If no ATen pass runs, the graph takes Inductor's own decompositions while it
-is traced, so that all passes off is plain Inductor bit for bit.
+and, of its configuration, ``joint_custom_pre_pass``, which sees joint graphs before they are
+partitioned and inference graphs too, ``reorder_for_locality`` and ``reorder_for_peak_memory``. If
+no ATen pass runs, the graph takes Inductor's own decompositions while it is traced, so that all
+passes off is plain Inductor bit for bit.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from mpcompile.lowering.expand import expand_decompositions
 from mpcompile.lowering.rematerialise import rematerialise
 from mpcompile.lowering.rewriter import AOT_CONFIG, TRACING_DECOMPOSITIONS, Compiled, Rewriter
 
+_IN_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+"""Else Inductor moves what starts a bucket to where it is waited for, and gradients behind it."""
+
 
 def lower(gm: GraphModule, inputs: Sequence[Any], mode: str, rewriter: Rewriter) -> Compiled:
     """Compile ``gm`` with the passes of ``rewriter`` between tracing and partitioning."""
@@ -31,6 +35,8 @@ def lower(gm: GraphModule, inputs: Sequence[Any], mode: str, rewriter: Rewriter)
 
     active = rewriter.is_active()
     patches = {**_mode_patches(mode), "joint_custom_pre_pass": _build_joint_pass(rewriter)}
+    if rewriter.keeps_order():
+        patches |= _IN_ORDER
     # AOTAutograd's cache is off; the cache of generated code below it is keyed by the rewritten
     # graph and by the passes, and stays on.
     with torch._functorch.config.patch(AOT_CONFIG):

@@ -38,3 +38,6 @@ class Rewriter(Protocol):
 
     def is_active(self) -> bool:
         """Whether ``rewrite`` may change a graph."""
+
+    def keeps_order(self) -> bool:
+        """Whether nodes are to run in the order that ``rewrite`` leaves them in."""

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,6 +84,7 @@ def run_update(
     given: Sequence[bool],
     plan: GradPlan | None = None,
     is_scaled: bool = False,
+    factor: float = 1.0,
 ) -> Outcome:
     """Run the update behind ``handle``.
 
@@ -92,11 +94,14 @@ def run_update(
         given: where False, the parameter's own ``.grad`` counts instead.
         plan: what happens to the gradients first.
         is_scaled: the graph left ``grads`` as the loss scale made them.
+        factor: what ``grads`` are multiplied by before all else.
     """
     update = find(handle)
     if not all(given):
         own = [param.grad for group in update.optimizer.param_groups for param in group["params"]]
         grads = [g if is_given else p for g, p, is_given in zip(grads, own, given, strict=True)]
+    if factor != 1.0:
+        plan = replace(plan or GradPlan(), factor=factor)
     if update.loss_scale is not None:
         scale, optimizer = update.loss_scale, update.optimizer
         plan = guarded_plan(plan or GradPlan(), scale, optimizer, grads, is_scaled)

@@ -275,6 +275,45 @@ def two_modules(job: Job, rank: int) -> Training:
     return Training(step, [one, other], labelled)
 
 
+def adversarial(job: Job, rank: int) -> Training:
+    """A judge that is trained, then judges for the generator: its gradients are reduced twice."""
+    generator, judge = wrap(job, nn.Linear(12, 12)), wrap(job, Net())
+    first = torch.optim.SGD(judge.parameters(), lr=0.1)
+    second = torch.optim.SGD(generator.parameters(), lr=0.2)
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            fake = generator(x)
+        loss = F.cross_entropy(judge(x), labels) - 0.1 * F.cross_entropy(judge(fake), labels)
+        loss.backward()
+        first.step()
+        first.zero_grad()
+        F.cross_entropy(judge(generator(x)), labels).backward()
+        second.step()
+        second.zero_grad()
+        first.step()  # on what the second backward has left
+        first.zero_grad()
+        return loss.detach()
+
+    return Training(step, [generator, judge], labelled)
+
+
+def visible(job: Job, rank: int) -> Training:
+    """A step that clears gradients first, so that they stay for the user to see."""
+    model = wrap(job, Net())
+    opt = torch.optim.SGD(model.parameters(), lr=0.2)
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), labels)
+        loss.backward()
+        opt.step()
+        norm: Tensor = model.module.readout.weight.grad.norm()
+        return norm
+
+    return Training(step, [model], labelled)
+
+
 def twice(job: Job, rank: int) -> Training:
     """One module, two forwards, one backward."""
     model = wrap(job, Net())

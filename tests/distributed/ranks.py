@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-JOB_SECONDS = 120
-GROUP_SECONDS = 20
+JOB_SECONDS = 240
+GROUP_SECONDS = 60
 
 
 def free_port() -> int:

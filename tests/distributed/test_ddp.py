@@ -67,8 +67,12 @@ def test_twenty_clipped_steps_train_as_stock_within_the_rounding_of_the_wire(
     ranks: Ranks, wire: str
 ) -> None:
     found = check_as_stock(ranks, jobs.plain, wire, num_steps=20)
-    (sync,) = found[0].report.syncs
+    report = found[0].report
+    assert report.whole == ["region 0 > SGD update, clipping inside"]
+    (sync,) = report.syncs
     assert (sync.wire, sync.num_backwards, sync.num_resent) == (wire, 20, 0)
+    norm = report.updates[0].kernels[0]
+    assert norm.bytes_read == 510 * (2 if wire == "bfloat16" else 4)  # the bucket as it is
 
 
 def test_default_wire_is_the_dtype_of_the_step(ranks: Ranks) -> None:
@@ -94,16 +98,20 @@ def test_disabled_pass_leaves_stock_float32_on_the_wire(ranks: Ranks) -> None:
 
 def test_accumulation_reduces_once_a_step(ranks: Ranks) -> None:
     found = check_as_stock(ranks, jobs.accumulating)
+    assert len(found[0].report.whole) == 1
     (sync,) = found[0].report.syncs
     assert sync.num_backwards == 4
 
 
 def test_unused_parameters_train_as_stock(ranks: Ranks) -> None:
-    check_as_stock(ranks, jobs.branching, num_steps=6)
+    found = check_as_stock(ranks, jobs.branching, num_steps=6)
+    assert not found[0].report.whole
+    assert "find_unused_parameters: ranks may use other" in str(found[0].report.breaks)
 
 
 def test_tied_and_frozen_parameters_train_as_stock(ranks: Ranks) -> None:
-    check_as_stock(ranks, jobs.static_unused)
+    found = check_as_stock(ranks, jobs.static_unused)
+    assert len(found[0].report.whole) == 1
 
 
 def test_static_graph_trains_as_stock(ranks: Ranks) -> None:
@@ -115,7 +123,7 @@ def test_gradients_that_are_views_of_buckets_train_as_stock(ranks: Ranks) -> Non
 
 
 def test_buckets_of_the_instance_are_used_as_they_are(ranks: Ranks) -> None:
-    found = check_as_stock(ranks, jobs.plain, ddp={"bucket_cap_mb": 0.001})
+    found = check_as_stock(ranks, jobs.plain, ddp={"bucket_cap_mb": 0.0005})
     (sync,) = found[0].report.syncs
     assert len(sync.buckets) > 1
     assert sum(bucket.num_elements for bucket in sync.buckets) == 510
@@ -134,6 +142,7 @@ def test_several_dtypes_keep_theirs_on_the_wire(ranks: Ranks) -> None:
 
 def test_buffers_are_broadcast_as_stock(ranks: Ranks) -> None:
     found = check_as_stock(ranks, jobs.with_buffers)
+    assert len(found[0].report.whole) == 1
     stock = train(ranks, jobs.with_buffers)
     for name, buffer in stock[1].buffers.items():
         torch.testing.assert_close(found[1].buffers[name], buffer, rtol=1e-2, atol=1e-3)
@@ -141,11 +150,29 @@ def test_buffers_are_broadcast_as_stock(ranks: Ranks) -> None:
 
 def test_two_modules_each_reduce_their_own(ranks: Ranks) -> None:
     found = check_as_stock(ranks, jobs.two_modules)
+    assert len(found[0].report.whole) == 1
     assert [sync.module for sync in found[0].report.syncs] == ["Linear", "Net"]
 
 
+def test_module_that_is_reduced_twice_in_a_step_trains_as_stock(ranks: Ranks) -> None:
+    found = check_as_stock(ranks, jobs.adversarial)
+    assert len(found[0].report.whole) == 1
+    counts = {sync.module: sync.num_backwards for sync in found[0].report.syncs}
+    assert counts == {"Net": 8, "Linear": 4}
+    (bucket, again) = next(s.buckets for s in found[0].report.syncs if s.module == "Net")
+    assert (bucket.names, bucket.turn, again.turn) == (again.names, 0, 1)
+
+
+def test_gradients_that_stay_visible_are_means(ranks: Ranks) -> None:
+    one, other = check_as_stock(ranks, jobs.visible)
+    (stock, _) = train(ranks, jobs.visible)
+    assert len(one.report.whole) == 1
+    assert one.losses == other.losses == pytest.approx(stock.losses, rel=1e-3)
+
+
 def test_two_forwards_before_one_backward_train_as_stock(ranks: Ranks) -> None:
-    check_as_stock(ranks, jobs.twice)
+    found = check_as_stock(ranks, jobs.twice)
+    assert len(found[0].report.whole) == 1
 
 
 def test_subgroup_averages_within_itself(ranks: Ranks) -> None:

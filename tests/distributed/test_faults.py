@@ -29,6 +29,12 @@ ADVICE = "Another rank has died, hangs, or runs another step."
         ("update", "hang"),
         ("update", "raise"),
         ("between", "die"),
+        ("offer", "die"),
+        ("confirm", "hang"),
+        ("confirm", "raise"),
+        ("send", "die"),
+        ("send", "hang"),
+        ("receive", "raise"),
     ],
 )
 def test_other_rank_ends_with_a_clear_error(phase: str, fault: str) -> None:

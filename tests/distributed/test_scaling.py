@@ -53,6 +53,8 @@ def overflow_on_rank_1(rank: int, options: dict[str, object]) -> tuple[list[Seen
     seen = [training.run(number, rank, bad if number == 2 else 1.0) for number in range(4)]
     record = mpcompile.last_report(training.compiled).loss_scale
     assert record is not None
+    if not options:
+        assert mpcompile.last_report(training.compiled).whole
     total = sum(p.detach().double().sum().item() for p in training.model.parameters())
     return seen, record.first, total
 

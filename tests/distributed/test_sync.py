@@ -25,6 +25,8 @@ from tests.steps import compile_step
 
 pytestmark = pytest.mark.distributed
 
+IN_GRAPH = "the graph of the whole step"
+
 
 def build(**ddp: Any) -> tuple[DistributedDataParallel, Any]:
     """Return a wrapped model and a plain step."""
@@ -208,6 +210,7 @@ def overflow(rank: int) -> tuple[list[float], int, list[Tensor]]:
         seen.append(float(model.module.weight.grad[0, 0]) / factor)
         model.zero_grad()
     (sync,) = last_report(compiled).syncs
+    assert sync.sender == IN_GRAPH
     return seen, sync.num_resent, [p.detach().clone() for p in model.parameters()]
 
 
@@ -228,6 +231,7 @@ def feed_back(rank: int, error_feedback: bool) -> float:
         compiled(x)
         total += model.module.weight.grad
         model.zero_grad()
+    assert last_report(compiled).syncs[0].sender == IN_GRAPH
     return float((total - 64 * (1 + 2**-10)).abs().max())
 
 
@@ -256,6 +260,7 @@ def resume_feedback(rank: int) -> tuple[bool, list[str]]:
     )
     for number in range(3, 6):
         compiled(*jobs.labelled(number, rank))
+    assert last_report(compiled).syncs[0].sender == IN_GRAPH
     same = all(torch.equal(a, b) for a, b in zip(again.parameters(), expected, strict=True))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

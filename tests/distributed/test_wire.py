@@ -35,6 +35,17 @@ def test_scale_of_tiny_sums_stays_finite() -> None:
     assert math.isfinite(wire.scale_for(torch.tensor(1e-38)).item())
 
 
+@pytest.mark.parametrize("wire_dtype", [torch.float16, torch.bfloat16])
+def test_cast_rounds_once_and_takes_any_strides(wire_dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    grads = [torch.randn(5, 3).t(), torch.randn(4), torch.randn(2, 2).bfloat16(), torch.randn(())]
+    sent = torch.empty(24, dtype=wire_dtype)
+    scale = torch.tensor(1 / 3)
+    wire.cast_into(sent, grads, scale)
+    flat = torch.cat([grad.float().reshape(-1) for grad in grads])
+    assert torch.equal(sent, (flat * scale).to(wire_dtype))
+
+
 def test_largest_magnitude_shows_what_is_not_finite() -> None:
     assert wire.largest_magnitude(torch.tensor([1.0, -3.0]).half()).item() == 3.0
     assert wire.largest_magnitude(torch.tensor([1.0, -math.inf]).half()).item() == math.inf

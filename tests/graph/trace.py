@@ -40,6 +40,9 @@ class Recorder:
     def cache_key(self) -> str:
         return ""
 
+    def keeps_order(self) -> bool:
+        return False
+
     def is_active(self) -> bool:
         return False
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mpcompile.backend import last_report
 from mpcompile.capture.graph_inputs import input_roles
@@ -249,6 +253,9 @@ def test_kinds_are_found_behind_inductors_tracing_too() -> None:
         def cache_key(self) -> str:
             return "recorder"
 
+        def keeps_order(self) -> bool:
+            return False
+
         def is_active(self) -> bool:
             return False
 
@@ -261,3 +268,28 @@ def test_kinds_are_found_behind_inductors_tracing_too() -> None:
     weight = nn.Parameter(torch.ones(4))
     torch.compile(lambda x: (x * weight).sum(), backend=backend)(torch.ones(4)).backward()
     assert kinds == [GraphKind.TRAINING]
+
+
+@pytest.mark.slow
+def test_buckets_start_while_backward_goes_on() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        layers = [layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.GELU())]
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.002)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            loss: Tensor = model(x).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss.detach()
+
+        options: dict[str, Any] = {"check": "off", "check_sync": "off"}
+        compiled = torch.compile(step, backend="mpcompile", options=options)
+        _, (code, *_) = run_and_get_code(compiled, torch.randn(8, 32))
+    finally:
+        dist.destroy_process_group()
+    called = re.findall(r"extern_kernels\.(mm)\(|mpcompile\.(\w+)_bucket\.default\('", code)
+    order = " ".join(found or bucket for found, bucket in called)
+    assert order == "mm mm send mm mm send mm send receive receive receive"

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mpcompile.config import Config
-from mpcompile.errors import PassError
-from mpcompile.graph import nodes
+from mpcompile.distributed import graph_ops
+from mpcompile.distributed.module import ModuleSync, SyncSettings
+from mpcompile.graph import gradients, nodes
 from mpcompile.inspection.measure import measure_buckets
 from mpcompile.passes import BucketAllreduce
 from tests.checking import (
@@ -21,192 +23,284 @@ from tests.checking import (
     assert_same,
     check_disabled_by_name,
     check_left_alone,
-    check_rewrite,
     f32,
     trace_function,
 )
 
-REDUCE = "_c10d_functional.all_reduce"
-WAIT = "_c10d_functional.wait_tensor"
+SEND = "mpcompile.send_bucket"
+RECEIVE = "mpcompile.receive_bucket"
+
+
+class Module:
+    """A wrapped module of two ranks that hand back what they are given: a sum is the local value.
+
+    So a mean is half of the gradient.
+    """
+
+    def __init__(self, wire: torch.dtype = torch.bfloat16, **ddp: Any) -> None:
+        self._ddp = DistributedDataParallel(nn.Linear(2, 2), **ddp)
+        self.sync = ModuleSync(self._ddp, SyncSettings(wire))
+
+    def mean(self, grad: Tensor, name: str = "weight", turn: int = 0) -> Tensor:
+        """Reduce one gradient as a captured step does."""
+        found: Tensor = torch.ops.mpcompile.average_gradient(grad, self.sync.handle, name, turn)
+        return found
+
+    def compute(self, traced: Traced) -> list[Tensor]:
+        """Run a graph that sends what its pass has found."""
+        self.sync.begin_graph(self.sync.plan(traced.ctx.buckets[self.sync.handle]))
+        return traced.compute()
+
+
+def backward(module: Module) -> Any:
+    """Return a function with two gradients, both clipped when all are there."""
+
+    def function(x: Tensor, w: Tensor) -> list[Tensor]:
+        late = torch.ops.aten.relu(w)
+        means = [module.mean(torch.ops.aten.t(x), "t"), module.mean(late, "relu")]
+        norm = torch.stack([value.square().sum() for value in means]).sum().sqrt()
+        return [value / norm for value in means]
+
+    return function
 
 
 @pytest.fixture(autouse=True)
 def two_ranks() -> Iterator[None]:
-    """A group of two ranks that hand back what they are given: a sum is the local value."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield
     dist.destroy_process_group()
 
 
-def mean(grad: Tensor, world: int = 2) -> Tensor:
-    """Reduce one gradient as a captured step does."""
-    return reduce(grad / world, "sum")
-
-
-def reduce(value: Tensor, operation: str) -> Tensor:
-    started = torch.ops._c10d_functional.all_reduce(value, operation, "0")
-    reduced: Tensor = torch.ops._c10d_functional.wait_tensor(started)
-    return reduced
-
-
-def backward(x: Tensor, w: Tensor) -> list[Tensor]:
-    """Two gradients, one after the other, both clipped when all are there."""
-    late = torch.ops.aten.relu(w)
-    means = [mean(torch.ops.aten.t(x)), mean(late)]
-    norm = torch.stack([value.square().sum() for value in means]).sum().sqrt()
-    return [value / norm for value in means]
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Module:
+    """A module whose handle stands in prints."""
+    monkeypatch.setattr(graph_ops, "_num_handles", 0)
+    return Module()
 
 
 def trace(function: Any, inputs: list[Tensor], **options: object) -> Traced:
     return trace_function(function, inputs, Config.from_options(options, environ={}))
 
 
-def reduced_dtypes(traced: Traced) -> list[torch.dtype | None]:
-    return [nodes.dtype_of(node) for node in traced.find(REDUCE)]
+def sent(traced: Traced) -> list[Any]:
+    return [node.meta["bucket"] for node in traced.find(SEND)]
 
 
-def test_one_gradient_is_sent_in_sixteen_bits() -> None:
-    check_rewrite(
-        BucketAllreduce(),
-        lambda x: mean(torch.ops.aten.relu(x)),
-        [f32(2, 4)],
-        before="""
-            %x_1: f32[2,4] = placeholder
-            %relu: f32[2,4] = aten.relu(%x_1)
-            %div: f32[2,4] = aten.div(%relu, 2)
-            %all_reduce: f32[2,4] = _c10d_functional.all_reduce(%div, sum, 0)
-            %wait_tensor: f32[2,4] = _c10d_functional.wait_tensor(%all_reduce)
-            return %wait_tensor
-        """,
-        after="""
-            %x_1: f32[2,4] = placeholder
-            %relu: f32[2,4] = aten.relu(%x_1)
-            %view_default: f32[8] = aten.view(%relu, [8])
-            %cat_default: f32[8] = aten.cat([%view_default])
-            %mul_tensor: f32[8] = aten.mul(%cat_default, 0.5)
-            %_to_copy_default: bf16[8] = aten._to_copy(%mul_tensor, dtype=bf16)
-            %all_reduce_default: bf16[8] = _c10d_functional.all_reduce(%_to_copy_default, sum, 0)
-            %wait_tensor_default: bf16[8] = _c10d_functional.wait_tensor(%all_reduce_default)
-            %slice_tensor: bf16[8] = aten.slice(%wait_tensor_default, 0, 0, 8)
-            %view_default_1: bf16[2,4] = aten.view(%slice_tensor, [2, 4])
-            %_to_copy_default_1: f32[2,4] = aten._to_copy(%view_default_1, dtype=f32)
-            return %_to_copy_default_1
-        """,
-        rewrites=1,
-        rtol=2**-8,
-    )
+def test_one_gradient_is_sent_in_a_bucket(module: Module) -> None:
+    traced = trace(lambda x: module.mean(torch.ops.aten.relu(x)) * 2, [f32(2, 4)])
+    expected = traced.compute()
+    assert traced.run(BucketAllreduce()) == 1
+    assert [line.split(" = ")[-1] for line in traced.text.splitlines()] == [
+        "placeholder",
+        "aten.relu(%x_1)",
+        "mpcompile.send_bucket(ddp-1, 0, [%relu], True, None)",
+        "mpcompile.receive_bucket(ddp-1, 0, 8, %send_bucket_default, [])",
+        "aten.slice(%receive_bucket_default, 0, 0, 8)",
+        "aten.view(%slice_tensor, [2, 4])",
+        "aten.mul(%view_default, 2)",
+        "return %mul",
+    ]
+    assert_same(module.compute(traced), expected, rtol=2**-8)
 
 
-def test_gradients_share_a_bucket_in_the_order_in_which_they_come_to_be() -> None:
-    traced = trace(backward, [f32(2, 4), f32(3)], wire_dtype="float16")
+def test_graph_without_reductions_is_left_alone() -> None:
+    check_left_alone(BucketAllreduce(), trace(lambda x: x * 2, [f32(4)]))
+
+
+def test_gradients_share_a_bucket_in_the_order_in_which_they_come_to_be(module: Module) -> None:
+    traced = trace(backward(module), [f32(2, 4), f32(3)])
     assert traced.run(BucketAllreduce()) == 2
-    assert reduced_dtypes(traced) == [torch.float16]
-    bucket = traced.only(REDUCE).meta["bucket"]
+    (bucket,) = sent(traced)
     assert (bucket.names, bucket.sizes, bucket.wire_bytes) == (("relu", "t"), (3, 8), 22)
+    assert traced.ctx.buckets == {module.sync.handle: [bucket]}
 
 
-def test_bucket_starts_behind_its_last_gradient_and_is_waited_for_at_its_first_use() -> None:
+def test_bucket_starts_behind_its_last_gradient_and_all_else_comes_before_the_wait(
+    module: Module,
+) -> None:
     def function(x: Tensor, w: Tensor) -> list[Tensor]:
         grad = torch.ops.aten.relu(x)
-        later = torch.ops.aten.sigmoid(w)
-        value = mean(grad)
-        return [value * 2, later]
+        doubled = module.mean(grad) * 2
+        return [doubled, torch.ops.aten.sigmoid(w)]
 
     traced = trace(function, [f32(4), f32(3)])
     traced.run(BucketAllreduce())
     order = [node.name for node in traced.graph.nodes]
-    start, wait = order.index(traced.only(REDUCE).name), order.index(traced.only(WAIT).name)
+    start, wait = (order.index(traced.only(op).name) for op in (SEND, RECEIVE))
     assert start < order.index("sigmoid") < wait < order.index("mul")
 
 
-def test_value_with_many_readers_is_reduced_once_and_handed_to_all() -> None:
+def test_reader_in_front_of_a_later_gradient_of_the_bucket_comes_behind_it(module: Module) -> None:
+    def function(x: Tensor, w: Tensor) -> list[Tensor]:
+        first = module.mean(torch.ops.aten.relu(x), "x") * 2
+        return [first, module.mean(torch.ops.aten.sigmoid(w), "w")]
+
+    traced = trace(function, [f32(4), f32(3)])
+    expected = traced.compute()
+    traced.run(BucketAllreduce())
+    assert [bucket.names for bucket in sent(traced)] == [("x", "w")]
+    assert_same(module.compute(traced), expected, rtol=2**-8)
+
+
+def test_value_with_many_readers_is_reduced_once_and_handed_to_all(module: Module) -> None:
     def function(x: Tensor) -> list[Tensor]:
         grad = torch.ops.aten.relu(x)
-        value = mean(grad)
+        value = module.mean(grad)
         return [value + 1, value * grad, value]
 
     traced = trace(function, [f32(4)])
     expected = traced.compute()
     assert traced.run(BucketAllreduce()) == 1
-    assert len(traced.find(REDUCE)) == 1
-    assert_same(traced.compute(), expected, rtol=2**-7)
+    assert len(traced.find(SEND)) == 1
+    assert_same(module.compute(traced), expected, rtol=2**-7)
 
 
-def test_second_run_finds_nothing() -> None:
-    traced = trace(backward, [f32(2, 4), f32(3)])
+def test_second_run_finds_nothing(module: Module) -> None:
+    traced = trace(backward(module), [f32(2, 4), f32(3)])
     traced.run(BucketAllreduce())
     check_left_alone(BucketAllreduce(), traced)
 
 
 @pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x * 2,
-        lambda x: reduce(x / 2, "max"),
-        lambda x: reduce(x * 2, "sum"),
-    ],
+    ("wire", "tolerance"),
+    [(torch.float32, 0.0), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)],
 )
-def test_other_collectives_are_left_alone(function: Any) -> None:
-    check_left_alone(BucketAllreduce(), trace_function(function, [f32(4)]))
+def test_numbers_are_those_of_one_reduction_each(wire: torch.dtype, tolerance: float) -> None:
+    module = Module(wire)
+    traced = trace(backward(module), [f32(2, 4), f32(3)])
+    expected = traced.compute()
+    traced.run(BucketAllreduce())
+    assert {bucket.wire for bucket in sent(traced)} == {wire}
+    assert_same(module.compute(traced), expected, rtol=tolerance)
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16, torch.bfloat16])
+def test_gradients_that_may_be_sent_again_stay_until_then(wire: torch.dtype) -> None:
+    module = Module(wire)
+    traced = trace(backward(module), [f32(2, 4), f32(3)])
+    traced.run(BucketAllreduce())
+    sent, received = traced.only(SEND), traced.only(RECEIVE)
+    assert received.args[-1] == (sent.args[2] if wire is torch.float16 else [])
+
+
+@pytest.mark.parametrize("world", [1, 3, 8, 64])
+def test_what_is_divided_before_and_after_makes_the_mean(world: int) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    module = Module(torch.float16)
+    traced = trace(lambda x: module.mean(torch.ops.aten.relu(x)), [f32(64)])
+    expected = traced.compute()
+    traced.run(BucketAllreduce())
+    assert_same(module.compute(traced), expected, rtol=2**-10, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("wire", "tolerance"), [("float32", 0.0), ("float16", 2**-10), ("bfloat16", 2**-7)]
+    ("wire", "positions", "factors"),
+    [
+        (torch.bfloat16, [0, 1], {"update": 2 / 3}),
+        (torch.bfloat16, [0, 2], {}),  # one of them is no mean
+        (torch.float16, [0, 1], {}),  # each bucket has a scale of its own
+        (torch.float32, [0, 1], {}),
+    ],
 )
-def test_numbers_are_those_of_one_reduction_each(wire: str, tolerance: float) -> None:
-    inputs = [f32(2, 4), f32(3)]
-    expected = trace(backward, inputs).compute()
-    traced = trace(backward, inputs, wire_dtype=wire)
-    traced.run(BucketAllreduce())
-    assert_same(traced.compute(), expected, rtol=tolerance)
+def test_update_takes_sums_in_bfloat16_as_they_are(
+    wire: torch.dtype, positions: list[int], factors: dict[str, float]
+) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=3, store=FakeStore())
+    module = Module(wire)
 
+    def function(x: Tensor, w: Tensor) -> list[Tensor]:
+        grads = [torch.ops.aten.relu(x), torch.ops.aten.sigmoid(w)]
+        return [*(module.mean(grad, str(i)) for i, grad in enumerate(grads)), grads[0] * 2]
 
-@pytest.mark.parametrize("world", [1, 2, 3, 8, 64])
-def test_what_is_divided_before_and_after_makes_the_mean(world: int) -> None:
-    traced = trace(lambda x: mean(torch.ops.aten.relu(x), world), [f32(64)], wire_dtype="float16")
+    traced = trace(function, [f32(2, 4), f32(3)])
     expected = traced.compute()
+    traced.graph.output_node().meta[gradients._PRIVATE] = frozenset({0, 1, 2})
+    traced.ctx.updates_read = {"update": positions}
     traced.run(BucketAllreduce())
-    assert_same(traced.compute(), expected, rtol=2**-10, atol=1e-6)
+    assert traced.ctx.factors == pytest.approx(factors)
+    found = module.compute(traced)
+    dtype = torch.bfloat16 if factors else torch.float32
+    assert [value.dtype for value in found[:2]] == [dtype] * 2
+    means = [value.float() * factors.get("update", 1.0) for value in found[:2]]
+    assert_same(means, expected[:2], rtol=2**-7)
 
 
-def test_first_bucket_is_small_and_the_others_are_filled() -> None:
+def test_first_bucket_is_small_and_the_others_are_filled(
+    module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def function(x: Tensor) -> list[Tensor]:
         grads = [torch.ops.aten.mul(x, float(factor)) for factor in range(2, 9)]
-        return [mean(grad) for grad in grads]
+        return [module.mean(grad, str(index)) for index, grad in enumerate(grads)]
 
+    monkeypatch.setattr(ModuleSync, "capacities", (100, 150))
     traced = trace(function, [f32(16)])
-    assert traced.run(BucketAllreduce(first_bucket_bytes=100, bucket_bytes=150)) == 7
-    buckets = [node.meta["bucket"] for node in traced.find(REDUCE)]
-    assert [len(bucket.names) for bucket in buckets] == [2, 3, 2]
-    assert [bucket.index for bucket in buckets] == [0, 1, 2]
+    expected = traced.compute()
+    assert traced.run(BucketAllreduce()) == 7
+    assert [len(bucket.names) for bucket in sent(traced)] == [2, 3, 2]
+    assert [bucket.index for bucket in sent(traced)] == [0, 1, 2]
+    starts = traced.find(SEND)
+    assert [node.args[-1] for node in starts] == [None, *starts[:2]]
+    assert_same(module.compute(traced), expected, rtol=2**-7)
 
 
-def test_dtypes_do_not_share_a_bucket_and_only_float32_is_cast() -> None:
+def test_instance_says_how_large_buckets_are() -> None:
+    assert Module().sync.capacities == (1 << 20, 25 << 20)
+    assert Module(bucket_cap_mb=2).sync.capacities == (2 << 20, 2 << 20)
+
+
+def test_dtypes_do_not_share_a_bucket_and_only_float32_is_cast(module: Module) -> None:
     def function(x: Tensor, y: Tensor) -> list[Tensor]:
-        return [mean(torch.ops.aten.relu(x)), mean(torch.ops.aten.relu(y))]
+        return [
+            module.mean(torch.ops.aten.relu(value), name)
+            for name, value in zip("xy", (x, y), strict=True)
+        ]
 
-    traced = trace(function, [f32(4), f32(4).double()], wire_dtype="float16")
+    traced = trace(function, [f32(4), f32(4).double()])
     expected = traced.compute()
     traced.run(BucketAllreduce())
-    assert set(reduced_dtypes(traced)) == {torch.float16, torch.float64}
-    assert_same(traced.compute(), expected, rtol=2**-10)
+    assert {bucket.wire for bucket in sent(traced)} == {torch.bfloat16, torch.float64}
+    assert_same(module.compute(traced), expected, rtol=2**-7)
 
 
-def test_error_feedback_is_refused_in_a_graph() -> None:
-    traced = trace(backward, [f32(2, 4), f32(3)], error_feedback=True)
-    with pytest.raises(PassError, match=r"%t is reduced inside a graph.*capture"):
-        traced.run(BucketAllreduce())
+def test_modules_and_backwards_do_not_share_a_bucket(module: Module) -> None:
+    other = Module()
+
+    def function(x: Tensor) -> list[Tensor]:
+        first = module.mean(torch.ops.aten.relu(x), "x", turn=0)
+        return [other.mean(torch.ops.aten.sigmoid(x), "y"), module.mean(first + x, "x", turn=1)]
+
+    traced = trace(function, [f32(4)])
+    traced.run(BucketAllreduce())
+    found = {handle: [b.names for b in buckets] for handle, buckets in traced.ctx.buckets.items()}
+    assert found == {module.sync.handle: [("x",), ("x",)], other.sync.handle: [("y",)]}
 
 
-def test_disabled_by_name() -> None:
-    check_disabled_by_name(BucketAllreduce(), trace(backward, [f32(2, 4), f32(3)]))
+def _result(traced: Traced) -> Tensor:
+    (node,) = traced.graph.output_node().all_input_nodes
+    found: Tensor = nodes.value(node)
+    return found
 
 
-def test_measure_says_where_buckets_start_and_are_waited_for() -> None:
-    traced = trace(backward, [f32(2, 4), f32(3)], wire_dtype="float16")
+def test_gradient_with_other_strides_keeps_them(module: Module) -> None:
+    traced = trace(lambda x: module.mean(torch.ops.aten.relu(x)), [f32(2, 3, 4).transpose(0, 2)])
+    expected = traced.compute()
+    strides = _result(traced).stride()
+    traced.run(BucketAllreduce())
+    assert _result(traced).stride() == strides
+    assert_same(module.compute(traced), expected, rtol=2**-7)
+
+
+def test_disabled_by_name(module: Module) -> None:
+    check_disabled_by_name(BucketAllreduce(), trace(backward(module), [f32(2, 4), f32(3)]))
+
+
+def test_measure_says_where_buckets_start_and_are_waited_for(module: Module) -> None:
+    traced = trace(backward(module), [f32(2, 4), f32(3)])
     traced.run(BucketAllreduce())
     (found,) = measure_buckets(traced.graph)
     order = list(traced.graph.nodes)
-    assert order[found.start] is traced.only(REDUCE)
-    assert order[found.wait] is traced.only(WAIT)
+    assert order[found.start] is traced.only(SEND)
+    assert order[found.wait] is traced.only(RECEIVE)
     assert found.num_nodes == len(order)

@@ -1,0 +1,124 @@
+"""The ops through which a captured step talks to other ranks.
+
+``average_gradient`` is what capture puts behind each gradient of a DistributedDataParallel module:
+by itself one float32 all-reduce, slow but never wrong. The pass ``bucket-allreduce`` gathers these
+into ``send_bucket`` and ``receive_bucket``. The module is behind a handle, so that no process group
+enters a graph; each send takes the result of the one before it, so that no compiler changes their
+order, in which ranks must agree.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mpcompile.errors import CaptureError
+
+if TYPE_CHECKING:
+    from mpcompile.distributed.module import ModuleSync
+
+_LIBRARY = torch.library.Library("mpcompile", "FRAGMENT")
+_LIBRARY.define("average_gradient(Tensor grad, str handle, str name, int turn) -> Tensor")
+_LIBRARY.define(
+    "send_bucket(str handle, int index, Tensor[] grads, bool widens, Tensor? after) -> Tensor"
+)
+_LIBRARY.define(
+    "receive_bucket(str handle, int index, int size, Tensor sent, Tensor[] kept) -> Tensor"
+)
+_LIBRARY.define("broadcast_buffers(Tensor[] buffers, str handle, bool averages) -> Tensor[]")
+_modules: weakref.WeakValueDictionary[str, ModuleSync] = weakref.WeakValueDictionary()
+
+
+def register(module: ModuleSync) -> str:
+    """Return the handle that ops know ``module`` by; it is counted up, never used again."""
+    global _num_handles
+    _num_handles += 1
+    handle = f"ddp-{_num_handles}"
+    _modules[handle] = module
+    return handle
+
+
+_num_handles = 0
+
+
+def find(handle: str) -> ModuleSync:
+    """Return the module behind ``handle``.
+
+    Raises:
+        CaptureError: there is none; the graph belongs to a module that is gone.
+    """
+    module = _modules.get(handle)
+    if module is None:
+        raise CaptureError(
+            f"mpcompile::average_gradient: no DistributedDataParallel has the handle {handle}. The "
+            "graph was compiled for one that is gone; compile the step again."
+        )
+    return module
+
+
+def _average_gradient(grad: Tensor, handle: str, name: str, turn: int) -> Tensor:
+    """Return the mean of ``grad`` over ranks."""
+    return find(handle).average(grad)
+
+
+def _send_bucket(
+    handle: str, index: int, grads: Sequence[Tensor], widens: bool, after: Tensor | None
+) -> Tensor:
+    """Start the reduction of a bucket; return an empty tensor that stands for it.
+
+    It has the dtype that ``receive_bucket`` gives: that of ``grads`` if that ``widens``, else that
+    of the wire.
+    """
+    module = find(handle)
+    module.send(index, grads, stays_on_wire=not widens)
+    return _stand_for(module, grads, widens)
+
+
+def _stand_for(module: ModuleSync, grads: Sequence[Tensor], widens: bool) -> Tensor:
+    return grads[0].new_empty(0, dtype=grads[0].dtype if widens else module.wire)
+
+
+def _receive_bucket(
+    handle: str, index: int, size: int, sent: Tensor, kept: Sequence[Tensor]
+) -> Tensor:
+    """Wait for a bucket; return the mean over ranks of its gradients, one behind the other.
+
+    If it does not widen, that is the sum as it is on the wire. ``kept`` are the gradients that may
+    have to be sent again: a compiler that knows of no reader would give their memory away.
+    """
+    return find(handle).receive(index)
+
+
+def _broadcast_buffers(buffers: Sequence[Tensor], handle: str, averages: bool) -> list[Tensor]:
+    """Return what rank 0 has for ``buffers``, where stock DDP would ask it."""
+    return find(handle).broadcast(buffers, averages)
+
+
+_LIBRARY.impl("average_gradient", _average_gradient, "CompositeExplicitAutograd")
+_LIBRARY.impl("send_bucket", _send_bucket, "CompositeExplicitAutograd")
+_LIBRARY.impl("receive_bucket", _receive_bucket, "CompositeExplicitAutograd")
+_LIBRARY.impl("broadcast_buffers", _broadcast_buffers, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "mpcompile::average_gradient",
+    lambda grad, handle, name, turn: torch.empty_like(grad),
+    lib=_LIBRARY,
+)
+torch.library.register_fake(
+    "mpcompile::send_bucket",
+    lambda handle, index, grads, widens, after: _stand_for(find(handle), grads, widens),
+    lib=_LIBRARY,
+)
+torch.library.register_fake(
+    "mpcompile::receive_bucket",
+    lambda handle, index, size, sent, kept: sent.new_empty(size),
+    lib=_LIBRARY,
+)
+torch.library.register_fake(
+    "mpcompile::broadcast_buffers",
+    lambda buffers, handle, averages: [torch.empty_like(buffer) for buffer in buffers],
+    lib=_LIBRARY,
+)
