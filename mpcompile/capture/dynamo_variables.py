@@ -6,13 +6,14 @@ traced whole in the same thread. What differs then:
 - an optimizer is a plain object: stock Dynamo makes parameters static once ``param_groups`` is
   read, after which ``backward()`` finds no leaf and is silently left out;
 - ``Optimizer.step`` and gradient clipping become one op each (``runtime.ops``);
-- ``backward()`` breaks the graph, instead of doing nothing, where it finds no leaf, and where a
-  leaf has hooks, which a traced backward would not call;
+- ``backward()`` breaks the graph, instead of doing nothing, where it finds no leaf; it does, and
+  so does ``autograd.grad``, where a leaf has hooks, which a traced one would not call;
 - a value that is returned although backward has consumed its graph is detached.
 
 Private torch API, seen in 2.11 to 2.14: ``trace_rules._allowed_callable_ids``;
-``TensorVariable._collect_backward_inputs`` and
-``_method_register_hook``; ``builder.OptimizerVariable`` and ``OptimizerSource``;
+``TorchInGraphFunctionVariable._get_handlers``; ``VariableTracker.visit``;
+``TensorVariable._collect_backward_inputs`` and ``_method_register_hook``;
+``builder.OptimizerVariable`` and ``OptimizerSource``;
 ``OutputGraph._validate_outputs_safe_for_autograd_nodes``; ``SideEffects.id_to_variable``,
 ``is_modified`` and ``has_pending_mutation_of_attr``; ``exc.unimplemented``.
 """
@@ -255,6 +256,7 @@ def _is_changed(effects: Any, optimizer: torch.optim.Optimizer) -> bool:
 def _install_backward() -> None:
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     collect: Any = TensorVariable._collect_backward_inputs
     register_hook: Any = TensorVariable._method_register_hook
@@ -281,6 +283,8 @@ def _install_backward() -> None:
     for lookup in _LOOKUPS:
         if lookup in vars(TensorVariable):
             setattr(TensorVariable, lookup, _reading_pending(getattr(TensorVariable, lookup)))
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    handlers[torch.autograd.grad] = _checking_inputs(handlers[torch.autograd.grad])
     TensorVariable._collect_backward_inputs = collect_backward_inputs  # type: ignore[method-assign]
     TensorVariable._method_register_hook = method_register_hook  # type: ignore[method-assign]
     OutputGraph._validate_outputs_safe_for_autograd_nodes = validate_outputs  # type: ignore[method-assign]
@@ -312,6 +316,37 @@ def _check_leaves(leaves: Sequence[Any]) -> None:
         _break("a parameter has gradient hooks, which a traced backward would not call", "backward")
     hooks.keep_unhooked(tensors)
     _guard_epoch()
+
+
+def _checking_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a handler of ``autograd.grad`` that breaks the graph where an input has hooks."""
+
+    def traced(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if _find_trace() is not None or _is_left_to_regions():
+            inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+            _check_own_hooks([] if inputs is None else [inputs])
+        return grad(self, tx, *args, **kwargs)
+
+    return traced
+
+
+def _check_own_hooks(variables: Sequence[Any]) -> None:
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    found: list[torch.Tensor] = []
+
+    def note(variable: Any) -> None:
+        tensor = _real(variable) if isinstance(variable, TensorVariable) else None
+        found.extend([] if tensor is None else [tensor])
+
+    VariableTracker.visit(note, list(variables))
+    if any(map(hooks.has_own_hooks, found)):
+        hooks.forget(found)
+        _break("a parameter has gradient hooks, which a traced grad would not call", "grad")
+    if found:
+        hooks.keep_unhooked(found)
+        _guard_epoch()
 
 
 def _guard_epoch() -> None:

@@ -138,6 +138,7 @@ class Session:
         stack.append(self)
         position = dynamo_api.num_breaks()
         self._parameters.check()
+        hooks.check()
         replay = self._begin_replay()
         remedies.install_for_imported()
         restore_tracing = self._set_tracing()

@@ -5,11 +5,19 @@ from __future__ import annotations
 import pytest
 
 from mpcompile.backend import last_report
-from tests.capture.patterns import calls, clipping, gradients, hooks, models, optimizers
+from tests.capture.patterns import (
+    calls,
+    clipping,
+    gradients,
+    hooks,
+    models,
+    node_hooks,
+    optimizers,
+)
 from tests.capture.patterns.registry import IN_REGIONS, PATTERNS
 from tests.programs import compare
 
-_MODULES = (calls, clipping, gradients, hooks, models, optimizers)  # register their patterns
+_MODULES = (calls, clipping, gradients, hooks, models, node_hooks, optimizers)  # register theirs
 # A warning that is an error here would end Dynamo's trace, not the eager step.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 FUSED = ("zero_grad_first", "accumulation_across_calls", "clip_by_norm_with_visible_gradients")

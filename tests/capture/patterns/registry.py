@@ -15,11 +15,12 @@ IN_REGIONS: set[str] = set()
 """Patterns that are not captured whole; the report says why."""
 
 
-def pattern(*, whole: bool = True) -> Callable[[Build], Build]:
-    """Register a program under the name of the function that builds it."""
+def pattern(given: str = "", *, whole: bool = True) -> Callable[[Build], Build]:
+    """Register a program under a name, by default that of the function that builds it."""
 
     def add(build: Build) -> Build:
-        name = build.__name__.strip("_")
+        name = given or build.__name__.strip("_")
+        assert name not in PATTERNS, name
         PATTERNS[name] = build
         if not whole:
             IN_REGIONS.add(name)
