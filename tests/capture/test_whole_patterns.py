@@ -13,11 +13,14 @@ from tests.capture.patterns import (
     models,
     node_hooks,
     optimizers,
+    python_state,
 )
 from tests.capture.patterns.registry import IN_REGIONS, PATTERNS
 from tests.programs import compare
 
-_MODULES = (calls, clipping, gradients, hooks, models, node_hooks, optimizers)  # register theirs
+_MODULES = (  # register their patterns
+    *(calls, clipping, gradients, hooks, models, node_hooks, optimizers, python_state),
+)
 # A warning that is an error here would end Dynamo's trace, not the eager step.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 FUSED = ("zero_grad_first", "accumulation_across_calls", "clip_by_norm_with_visible_gradients")
