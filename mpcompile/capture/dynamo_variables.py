@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mpcompile.capture import hooks
+from mpcompile.capture import hooks, optimizer_reads
 from mpcompile.capture.dynamo_handlers import handle
 from mpcompile.runtime import stand_ins
 from mpcompile.runtime.update import AMP_NAMES
@@ -41,6 +41,9 @@ class WholeTrace(Protocol):
 
     def keep_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Rely on the list of parameters of ``optimizer`` until the graph expires."""
+
+    def note_refusal(self, reason: str) -> None:
+        """Note why the graph is broken where the trace is now."""
 
 
 Finder = Callable[[], WholeTrace | None]
@@ -85,6 +88,15 @@ def _install_optimizers() -> None:
         _enter_scheduled_step(value)
         return UserDefinedObjectVariable(value, **kwargs)
 
+    build: Any = builder.VariableBuilder.__call__
+
+    def build_variable(self: Any, value: Any) -> Any:
+        found = build(self, value)
+        if _find_trace() is not None:
+            optimizer_reads.note_built(self.tx, value, found, _break)
+        return found
+
+    builder.VariableBuilder.__call__ = build_variable  # type: ignore[method-assign]
     builder.OptimizerSource = optimizer_source  # type: ignore[misc,assignment]
     builder.OptimizerVariable = optimizer_variable  # type: ignore[misc,assignment]
 
@@ -93,28 +105,18 @@ _LOOKUPS = ("var_getattr", "tp_getattro_impl")
 """How variables look up attributes: until torch 2.13, and since 2.14."""
 
 
-def _updated(tx: Any) -> set[int]:
-    """Return the identities of the optimizers whose update is in the graph being traced."""
-    found: set[int] = vars(tx.output).setdefault("_mpcompile_updated", set())
-    return found
-
-
 def _refusing_changed(lookup: Callable[..., Any]) -> Callable[..., Any]:
     """Break the graph where it reads what an update in it changes: Dynamo would see the old."""
 
     def read(self: Any, tx: Any, name: Any) -> Any:
-        if id(self.value) in _updated(tx) and _is_changed_by_step(self.value, name):
-            context = f"{type(self.value).__name__}.{name}"
-            _break("what an update changes is read after it", context)
-        return lookup(self, tx, name)
+        if optimizer_reads.is_changed(tx, self.value, name):
+            _break(optimizer_reads.REASON, f"{type(self.value).__name__}.{name}")
+        found = lookup(self, tx, name)
+        if _find_trace() is not None:
+            optimizer_reads.note_attribute(tx, self.value, name, found)
+        return found
 
     return read
-
-
-def _is_changed_by_step(optimizer: torch.optim.Optimizer, name: str) -> bool:
-    """Whether the attribute is the state of ``optimizer`` or a number that its class may count."""
-    is_number = isinstance(vars(optimizer).get(name), (int, float, torch.Tensor))
-    return name == "state" or (is_number and not name.startswith("_"))
 
 
 def _enter_scheduled_step(optimizer: torch.optim.Optimizer) -> None:
@@ -162,6 +164,7 @@ def _owner(wrapper: Any) -> Any:
 
 def _install_stand_ins() -> None:
     handle(stand_ins.update_in_graph, _trace_update)
+    handle(stand_ins.is_own_step, _trace_is_own_step)
     clips = {
         torch.nn.utils.clip_grad_norm_: stand_ins.clip_grad_norm,
         torch.nn.utils.clip_grad_value_: stand_ins.clip_grad_value,
@@ -186,6 +189,14 @@ def _trace_clip(original: Any, stand_in: Any, self: Any, tx: Any, *args: Any, **
     return UserFunctionVariable(stand_in).call_function(tx, list(args[:3]), kwargs)
 
 
+def _trace_is_own_step(self: Any, tx: Any, optimizer: Any, code: Any) -> Any:
+    """Answer for the class of the optimizer, which is guarded anyway."""
+    from torch._dynamo.variables.constant import ConstantVariable
+
+    value = optimizer.realize().value
+    return ConstantVariable.create(stand_ins.is_own_step(value, code.as_python_constant()))
+
+
 def _trace_update(self: Any, tx: Any, optimizer: Any, epoch: Any) -> Any:
     """Put ``mpcompile::update`` into the graph if backward is in it too, and say so."""
     from torch._dynamo.variables.constant import ConstantVariable
@@ -203,6 +214,9 @@ def _emit_update(tx: Any, optimizer: torch.optim.Optimizer, trace: WholeTrace) -
     sees such changes after the graph only.
     """
     effects = tx.output.side_effects
+    if not optimizer_reads.is_settled(tx, optimizer):
+        trace.note_refusal(optimizer_reads.REASON)
+        return False
     if _is_changed(effects, optimizer):
         return False
     grads: list[Any] = []
@@ -216,7 +230,7 @@ def _emit_update(tx: Any, optimizer: torch.optim.Optimizer, trace: WholeTrace) -
     if all(grad is None for grad in grads):
         return False
     trace.keep_parameters(optimizer)
-    _updated(tx).add(id(optimizer))
+    optimizer_reads.settle(tx, optimizer, _break)
     tx.output.create_proxy(
         "call_function",
         torch.ops.mpcompile.update.default,
@@ -384,6 +398,9 @@ def _detach_consumed(graph: Any, outputs: list[Any], tx: Any) -> None:
 def _break(reason: str, context: str) -> None:
     from torch._dynamo.exc import unimplemented
 
+    trace = _find_trace()
+    if trace is not None:
+        trace.note_refusal(reason)
     unimplemented(
         gb_type=f"mpcompile: {reason}",
         context=context,

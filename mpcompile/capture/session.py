@@ -128,6 +128,10 @@ class Session:
         """Rely on the list of parameters of ``optimizer``."""
         self._parameters.keep(optimizer)
 
+    def note_refusal(self, reason: str) -> None:
+        """Note why we break the graph; Dynamo does not always tell, or gives the function up."""
+        self.report.add_break(*dynamo_api.refused(reason))
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Be the session that graphs belong to, for one call in this thread."""
@@ -196,8 +200,10 @@ class Session:
 
     def _finish_call(self, position: int) -> None:
         """Note what the call broke on; Dynamo leaves a context without telling of an error."""
+        explained = {line for _, line in self.report.breaks}
         for found in dynamo_api.breaks_since(position):
-            self.report.add_break(found.reason, found.line)
+            if found.reason != dynamo_api.UNNAMED or found.line not in explained:
+                self.report.add_break(found.reason, found.line)
         if self.updates.num_prepared() != self._num_prepared:
             self._num_prepared = self.updates.num_prepared()
             self.report.updates = self.updates.records()

@@ -8,10 +8,12 @@ from mpcompile.backend import last_report
 from tests.capture.patterns import (
     calls,
     clipping,
+    closures,
     gradients,
     hooks,
     models,
     node_hooks,
+    optimizer_reads,
     optimizers,
     python_state,
 )
@@ -19,7 +21,8 @@ from tests.capture.patterns.registry import IN_REGIONS, PATTERNS
 from tests.programs import compare
 
 _MODULES = (  # register their patterns
-    *(calls, clipping, gradients, hooks, models, node_hooks, optimizers, python_state),
+    *(calls, clipping, closures, gradients, hooks, models),
+    *(node_hooks, optimizer_reads, optimizers, python_state),
 )
 # A warning that is an error here would end Dynamo's trace, not the eager step.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
