@@ -9,7 +9,7 @@ would differentiate the segment a second time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,10 @@ from torch.fx import Graph, GraphModule, Node
 from mpcompile.graph.nodes import user_line
 
 SET_GRAD_MODE = torch._C._set_grad_enabled
-_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+AUTOCAST = _ENTER, _EXIT = (
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+)
 _DETACH = "detach"
 
 
@@ -71,12 +74,19 @@ class Segment:
         inputs: nodes of the whole graph, computed before or handed in.
         outputs: nodes of the whole graph that are read later.
         nodes: its nodes in the whole graph.
+        detached: inputs that it gets without their history.
     """
 
     gm: GraphModule
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
     nodes: frozenset[Node]
+    detached: frozenset[Node] = frozenset()
+
+    def example_values(self) -> list[Any]:
+        """Return the fake inputs that it is traced with."""
+        placeholders = self.gm.graph.find_nodes(op="placeholder")
+        return [node.meta["example_value"] for node in placeholders]
 
 
 Part = Segment | UpdateCall | ClipCall
@@ -142,7 +152,7 @@ def check_dense(gm: GraphModule) -> None:
 
 def _check_outputs(graph: Graph) -> None:
     for node in graph.output_node().all_input_nodes:
-        if _has_history(node):
+        if has_history(node):
             reason = "a value leaves the step that a later backward may go through"
             raise NotSplittableError(reason, node)
 
@@ -174,28 +184,46 @@ def _flush(gm: GraphModule, block: _Block, parts: list[Part], mode: bool) -> Non
     """Make a segment of ``block``, which starts in grad mode ``mode``."""
     if not block.computes():
         return
-    mine = set(block.nodes)
     _check_autocast(block.nodes)
-    inputs = tuple(
-        dict.fromkeys(a for n in block.nodes for a in n.all_input_nodes if a not in mine)
-    )
-    outputs = tuple(n for n in block.nodes if any(user not in mine for user in n.users))
+    parts.append(build_segment(gm, block.nodes, (mode, block.mode_after(mode))))
+
+
+def build_segment(
+    gm: GraphModule,
+    nodes: Sequence[Node],
+    modes: tuple[bool, bool],
+    detached: Collection[Node] | None = None,
+) -> Segment:
+    """Return the segment of ``nodes``, which follow one another in ``gm``.
+
+    Args:
+        gm: the whole graph.
+        nodes: a part of it.
+        modes: the grad modes in which they begin and end.
+        detached: inputs that come in without their history; by default outputs leave without it.
+    """
+    mine = set(nodes)
+    inputs = tuple(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in mine))
+    outputs = tuple(n for n in nodes if any(user not in mine for user in n.users))
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
+        if node in (detached or ()):
+            copies[node].meta["example_value"] = node.meta["example_value"].detach()
     ambient = torch.is_grad_enabled()
-    if mode != ambient:
-        graph.call_function(SET_GRAD_MODE, (mode,))
-    for node in block.nodes:
+    if modes[0] != ambient:
+        graph.call_function(SET_GRAD_MODE, (modes[0],))
+    for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    if block.mode_after(mode) != ambient:
+    if modes[1] != ambient:
         graph.call_function(SET_GRAD_MODE, (ambient,))
-    graph.output(tuple(_detached(graph, copies[node]) for node in outputs))
+    leave = [copies[node] for node in outputs]
+    graph.output(tuple(leave if detached is not None else (_detached(graph, n) for n in leave)))
     part = GraphModule(gm, graph)
     part.meta = {key: value for key, value in gm.meta.items() if key != "dynamo_compile_id"}
-    parts.append(Segment(part, inputs, outputs, frozenset(mine)))
+    return Segment(part, inputs, outputs, frozenset(mine), frozenset(detached or ()))
 
 
 def _detached(graph: Graph, node: Node) -> Node:
@@ -227,7 +255,7 @@ def _check_backward(parts: Sequence[Part]) -> None:
 def _going_back(segment: Segment) -> Iterator[Node]:
     """Yield each ``autograd.grad`` of ``segment`` that needs an earlier segment."""
     placeholders = segment.gm.graph.find_nodes(op="placeholder")
-    crossing = {node for node in placeholders if _has_history(node)}
+    crossing = {node for node in placeholders if has_history(node)}
     for node in segment.gm.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -241,7 +269,8 @@ def _going_back(segment: Segment) -> Iterator[Node]:
             crossing.add(node)
 
 
-def _has_history(node: Node) -> bool:
+def has_history(node: Node) -> bool:
+    """Whether a backward may go on from ``node``."""
     value = node.meta.get("example_value")
     return isinstance(value, Tensor) and value.requires_grad and value.grad_fn is not None
 

@@ -99,6 +99,10 @@ class Session:
             return False
         return not self.is_left_to_regions()
 
+    def captures_whole(self) -> bool:
+        """Whether steps become one graph where they can; the user may ask for regions."""
+        return self._whole
+
     def is_left_to_regions(self) -> bool:
         """Whether the function that is being traced was found not to be one graph."""
         frame = dynamo_api.current_frame()

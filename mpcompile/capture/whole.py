@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from mpcompile.capture import dynamo_api
+from mpcompile.capture.cuts import compile_apart
 from mpcompile.capture.program import build_program
 from mpcompile.capture.regions import compile_region
 from mpcompile.capture.scaling import UpdateReads
@@ -38,7 +39,7 @@ def compile_graph(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
         if session.traces_whole():
             check_dense(gm)
         if not has_calls(gm):
-            return compile_region(gm, inputs, session)
+            return compile_apart(gm, inputs, session)
         parts = split(gm)
     except NotSplittableError as error:
         session.report.add_break(f"not captured whole: {error}", error.line)
@@ -79,7 +80,7 @@ def _compile_segment(
         return segment.gm.forward
     private = _private_outputs(segment, parts)
     reads = UpdateReads(_read_by_updates(segment, parts, private))
-    compiled = compile_region(segment.gm, _example_values(segment), session, private, reads)
+    compiled = compile_region(segment.gm, segment.example_values(), session, private, reads)
     scaled |= reads.scaled
     return compiled
 
@@ -107,8 +108,3 @@ def _private_outputs(segment: Segment, parts: Sequence[Part]) -> list[int]:
         for position, node in enumerate(segment.outputs)
         if {user for user in node.users if user not in segment.nodes} <= runtime
     ]
-
-
-def _example_values(segment: Segment) -> list[Any]:
-    """Return the fake inputs that ``segment`` is traced with."""
-    return [node.meta["example_value"] for node in segment.inputs]
