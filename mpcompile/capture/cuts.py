@@ -41,7 +41,8 @@ def compile_apart(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
         return compile_region(gm, inputs, session)
     last: Any = parts[-1].gm
     last.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
-    compiled = [compile_region(part.gm, part.example_values(), session) for part in parts]
+    given = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    compiled = [compile_region(part.gm, part.example_inputs(given), session) for part in parts]
     return dynamo_api.without_dynamo(build_program(gm, parts, compiled, lambda: None))
 
 

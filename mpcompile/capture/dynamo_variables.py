@@ -370,7 +370,8 @@ def _guard_epoch() -> None:
 
     tx = InstructionTranslator.current_tx()
     epoch: Any = stand_ins.current_epoch
-    UserFunctionVariable(epoch).call_function(tx, [], {})
+    read = UserFunctionVariable(epoch).call_function(tx, [], {})
+    read.as_python_constant()  # Dynamo guards on what is looked at
 
 
 def _real(variable: Any) -> torch.Tensor | None:

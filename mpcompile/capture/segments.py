@@ -9,7 +9,7 @@ would differentiate the segment a second time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,10 +83,16 @@ class Segment:
     nodes: frozenset[Node]
     detached: frozenset[Node] = frozenset()
 
-    def example_values(self) -> list[Any]:
-        """Return the fake inputs that it is traced with."""
+    def example_inputs(self, given: Mapping[Node, Any]) -> list[Any]:
+        """Return what it is traced with: ``given`` for the inputs of the whole graph.
+
+        A Python float among these is a tensor that only torch's own wrapping makes backed.
+        """
         placeholders = self.gm.graph.find_nodes(op="placeholder")
-        return [node.meta["example_value"] for node in placeholders]
+        return [
+            given.get(node, placeholder.meta["example_value"])
+            for node, placeholder in zip(self.inputs, placeholders, strict=True)
+        ]
 
 
 Part = Segment | UpdateCall | ClipCall

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from mpcompile.capture import dynamo_api
 from mpcompile.capture.cuts import compile_apart
@@ -46,12 +46,15 @@ def compile_graph(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
         session.leave_to_regions()
         dynamo_api.restart_tracing(str(error))
     session.note_whole_frame()
+    given = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
     compiled, told = [], []
     scaled: set[str] = set()
     for part in parts:
         before = len(session.report.regions)
         compiled.append(
-            _compile_segment(part, parts, session, scaled) if isinstance(part, Segment) else None
+            _compile_segment(part, parts, given, session, scaled)
+            if isinstance(part, Segment)
+            else None
         )
         told += _tell(part, range(before, len(session.report.regions)))
     session.report.whole.append(" > ".join(told))
@@ -70,7 +73,11 @@ def _tell(part: Part, regions: range) -> list[str]:
 
 
 def _compile_segment(
-    segment: Segment, parts: Sequence[Part], session: Session, scaled: set[str]
+    segment: Segment,
+    parts: Sequence[Part],
+    given: Mapping[Node, Any],
+    session: Session,
+    scaled: set[str],
 ) -> Compiled:
     """Compile ``segment``; one that only renames values runs as it stands.
 
@@ -80,7 +87,8 @@ def _compile_segment(
         return segment.gm.forward
     private = _private_outputs(segment, parts)
     reads = UpdateReads(_read_by_updates(segment, parts, private))
-    compiled = compile_region(segment.gm, segment.example_values(), session, private, reads)
+    inputs = segment.example_inputs(given)
+    compiled = compile_region(segment.gm, inputs, session, private, reads)
     scaled |= reads.scaled
     return compiled
 
