@@ -116,7 +116,7 @@ def dispatching(original: Step) -> Step:
     """
     code = _innermost(original)
     calls_first = code.__module__.startswith("torch.optim.") and "LBFGS" not in code.__qualname__
-    own = id(code)
+    own = str(id(code))  # Dynamo would make an int that is not always the same dynamic
 
     @functools.wraps(original)
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
