@@ -10,6 +10,7 @@ from tests.capture.patterns import (
     clipping,
     closures,
     gradients,
+    habits,
     hooks,
     models,
     node_hooks,
@@ -21,7 +22,7 @@ from tests.capture.patterns.registry import IN_REGIONS, PATTERNS
 from tests.programs import compare
 
 _MODULES = (  # register their patterns
-    *(calls, clipping, closures, gradients, hooks, models),
+    *(calls, clipping, closures, gradients, habits, hooks, models),
     *(node_hooks, optimizer_reads, optimizers, python_state),
 )
 # A warning that is an error here would end Dynamo's trace, not the eager step.
