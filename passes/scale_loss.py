@@ -244,6 +244,7 @@ def _scale_flat(
         inside = _scaled_nodes(graph, products, _carriers(outputs, folded))
     scaled.folded = frozenset(folded)
     true_values = wrap_inhomogeneous(graph, inside, scale, inverse)
+    outputs = cast(Sequence[Any], graph.output_node().args[0])  # some were replaced
     stay = {outputs[i] for at in folded.values() for i in at}
     exits = [
         _Gradient(node, readers)

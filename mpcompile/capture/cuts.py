@@ -7,7 +7,7 @@ nothing in common. Such histories are compiled apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from mpcompile.capture import dynamo_api
+from mpcompile.capture.carried_backward import has_history
 from mpcompile.capture.program import build_program
 from mpcompile.capture.regions import compile_region
 from mpcompile.capture.segments import (
@@ -23,14 +24,15 @@ from mpcompile.capture.segments import (
     SET_GRAD_MODE,
     Segment,
     build_segment,
-    has_history,
 )
 from mpcompile.capture.session import Session
 from mpcompile.lowering import Compiled
 
 
-def compile_apart(gm: GraphModule, inputs: Sequence[Any], session: Session) -> Compiled:
+def compile_apart(gm: GraphModule, given: Mapping[Node, Any], session: Session) -> Compiled:
     """Compile the region ``gm``, in parts if it holds histories that have nothing in common.
+
+    ``given`` holds its inputs, and what stands for some of its values.
 
     Raises:
         CaptureError: an input cannot be handled.
@@ -38,12 +40,21 @@ def compile_apart(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
     """
     parts = _parts(gm) if session.captures_whole() else []
     if len(parts) < 2:
+        inputs = [given[node] for node in gm.graph.find_nodes(op="placeholder")]
         return compile_region(gm, inputs, session)
     last: Any = parts[-1].gm
     last.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
-    given = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    compiled = [compile_region(part.gm, part.example_inputs(given), session) for part in parts]
+    compiled = [compile_region(part.gm, _example_inputs(part, given), session) for part in parts]
     return dynamo_api.without_dynamo(build_program(gm, parts, compiled, lambda: None))
+
+
+def _example_inputs(part: Segment, given: Mapping[Node, Any]) -> list[Any]:
+    """Return what ``part`` is traced with."""
+    placeholders = part.gm.graph.find_nodes(op="placeholder")
+    return [
+        given[node] if node in given else placeholder.meta["example_value"]
+        for node, placeholder in zip(part.inputs, placeholders, strict=True)
+    ]
 
 
 def _parts(gm: GraphModule) -> list[Segment]:
@@ -58,7 +69,8 @@ def _parts(gm: GraphModule) -> list[Segment]:
     for end in _cuts(nodes, leaving):
         block = nodes[start:end]
         before = {a for node in block for a in node.all_input_nodes} & set(nodes[:start])
-        parts.append(build_segment(gm, block, (mode, mode), set(filter(_requires_grad, before))))
+        cut = set(filter(_requires_grad, before))
+        parts.append(build_segment(gm, block, (mode, mode), set(nodes), cut))
         start = end
     return parts
 

@@ -1,4 +1,4 @@
-"""Run the parts of a step one after the other: compiled segments, updates, clipping.
+"""Run the parts of a step one after the other: segments, updates, clipping, carried backward.
 
 A value is dropped after the part that reads it last, so gradients die at the update.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from mpcompile.capture.carried_backward import BackwardCall, run_carried
 from mpcompile.capture.segments import ClipCall, Part, Segment, UpdateCall
 from mpcompile.runtime import ops
 from mpcompile.runtime.grads import ClipNorm, ClipValue, GradPlan
@@ -78,6 +79,8 @@ def _step_of(part: Part, function: Callable[..., Any] | None, scaled: Collection
     if isinstance(part, UpdateCall):
         step = _update_step(part, is_scaled=part.node.name in scaled)
         return step, [grad for grad in part.grads if grad is not None]
+    if isinstance(part, BackwardCall):
+        return _backward_step(part), part.reads
     assert function is not None, "segments are compiled"
     return _segment_step(part, function), part.inputs
 
@@ -150,6 +153,24 @@ def _update_step(update: UpdateCall, is_scaled: bool) -> Callable[[_Slots], Acti
 
 def _planned(clip: ClipCall, bound: float) -> ClipNorm | ClipValue:
     return ClipValue(bound) if clip.order is None else ClipNorm(bound, clip.order)
+
+
+def _backward_step(call: BackwardCall) -> Callable[[_Slots], Action]:
+    def bind(slots: _Slots) -> Action:
+        groups = (call.outputs, call.inputs, call.direct, call.cotangents)
+        read = [[slots.of[node] for node in group] for group in groups]
+        results = slots.many(call.results)
+
+        def run(env: Env) -> None:
+            outputs, inputs, direct, cotangents = ([env[slot] for slot in group] for group in read)
+            found = run_carried(outputs, inputs, direct, cotangents, call.is_last)
+            for slot, grad in zip(results, found, strict=True):
+                if slot is not None:
+                    env[slot] = grad
+
+        return run
+
+    return bind
 
 
 def _last_reads(

@@ -3,13 +3,14 @@
 What lies between two such ops is a segment, lowered by itself: no compiler sees an optimizer's
 state, and what reads a parameter after its update is in a later segment by construction. In each
 segment the switches of grad mode balance, and a value that leaves one is detached, or AOTAutograd
-would differentiate the segment a second time.
+would differentiate the segment a second time; it does so only where a later backward goes on
+through the value.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from mpcompile.capture.carried_backward import (
+    BackwardCall,
+    cut_crossings,
+    has_history,
+    is_carried,
+    is_result,
+    read_carried,
+)
 from mpcompile.graph.nodes import user_line
 
 SET_GRAD_MODE = torch._C._set_grad_enabled
@@ -83,19 +92,8 @@ class Segment:
     nodes: frozenset[Node]
     detached: frozenset[Node] = frozenset()
 
-    def example_inputs(self, given: Mapping[Node, Any]) -> list[Any]:
-        """Return what it is traced with: ``given`` for the inputs of the whole graph.
 
-        A Python float among these is a tensor that only torch's own wrapping makes backed.
-        """
-        placeholders = self.gm.graph.find_nodes(op="placeholder")
-        return [
-            given.get(node, placeholder.meta["example_value"])
-            for node, placeholder in zip(self.inputs, placeholders, strict=True)
-        ]
-
-
-Part = Segment | UpdateCall | ClipCall
+Part = Segment | UpdateCall | ClipCall | BackwardCall
 
 
 def has_calls(gm: GraphModule) -> bool:
@@ -122,25 +120,36 @@ def split(gm: GraphModule) -> list[Part]:
     """Return the parts of ``gm`` in order.
 
     Raises:
-        NotSplittableError: a backward, or an autocast region, spans an update; a value
-            leaves the graph that a later backward may go through.
+        NotSplittableError: an autocast region spans an update, or a backward that is to be
+            differentiated again does; a value leaves the graph that a later backward may go
+            through.
     """
     _check_outputs(gm.graph)
+    differentiable = _cut_backward(gm.graph)
     parts: list[Part] = []
     block = _Block()
     grad_mode = torch.is_grad_enabled()
     for node in gm.graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output") or is_result(node):
             continue
-        if _is_call(node):
-            _flush(gm, block, parts, grad_mode)
-            parts.append(_read_call(node))
+        if _is_call(node) or is_carried(node):
+            _flush(gm, block, parts, grad_mode, differentiable)
+            parts.append(read_carried(node) if is_carried(node) else _read_call(node))
             grad_mode, block = block.mode_after(grad_mode), _Block()
         else:
             block.nodes.append(node)
-    _flush(gm, block, parts, grad_mode)
-    _check_backward(parts)
+    _flush(gm, block, parts, grad_mode, differentiable)
     return _merge_clips(parts)
+
+
+def _cut_backward(graph: Graph) -> frozenset[Node]:
+    """Cut backwards that cross an update; return the values that they cross at."""
+    stuck = cut_crossings(graph, _is_call)
+    if stuck is not None:
+        reason = "a backward that is differentiated again goes through values from before an update"
+        raise NotSplittableError(reason, stuck)
+    calls = [read_carried(node) for node in graph.nodes if is_carried(node)]
+    return frozenset(output for call in calls for output in call.outputs)
 
 
 def check_dense(gm: GraphModule) -> None:
@@ -186,19 +195,30 @@ def _read_call(node: Node) -> UpdateCall | ClipCall:
     return ClipCall(node, tuple(args[0]), args[1], order)
 
 
-def _flush(gm: GraphModule, block: _Block, parts: list[Part], mode: bool) -> None:
-    """Make a segment of ``block``, which starts in grad mode ``mode``."""
+def _flush(
+    gm: GraphModule,
+    block: _Block,
+    parts: list[Part],
+    mode: bool,
+    differentiable: frozenset[Node],
+) -> None:
+    """Make a segment of ``block``, which starts in grad mode ``mode``.
+
+    What leaves it is detached, unless it is one of ``differentiable``.
+    """
     if not block.computes():
         return
     _check_autocast(block.nodes)
-    parts.append(build_segment(gm, block.nodes, (mode, block.mode_after(mode))))
+    modes = (mode, block.mode_after(mode))
+    parts.append(build_segment(gm, block.nodes, modes, differentiable))
 
 
 def build_segment(
     gm: GraphModule,
     nodes: Sequence[Node],
     modes: tuple[bool, bool],
-    detached: Collection[Node] | None = None,
+    differentiable: Collection[Node],
+    detached: Collection[Node] = (),
 ) -> Segment:
     """Return the segment of ``nodes``, which follow one another in ``gm``.
 
@@ -206,7 +226,8 @@ def build_segment(
         gm: the whole graph.
         nodes: a part of it.
         modes: the grad modes in which they begin and end.
-        detached: inputs that come in without their history; by default outputs leave without it.
+        differentiable: what leaves the segment with its history.
+        detached: what it gets without its history.
     """
     mine = set(nodes)
     inputs = tuple(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in mine))
@@ -216,7 +237,7 @@ def build_segment(
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
-        if node in (detached or ()):
+        if node in detached:
             copies[node].meta["example_value"] = node.meta["example_value"].detach()
     ambient = torch.is_grad_enabled()
     if modes[0] != ambient:
@@ -225,11 +246,12 @@ def build_segment(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     if modes[1] != ambient:
         graph.call_function(SET_GRAD_MODE, (ambient,))
-    leave = [copies[node] for node in outputs]
-    graph.output(tuple(leave if detached is not None else (_detached(graph, n) for n in leave)))
+    graph.output(
+        tuple(copies[n] if n in differentiable else _detached(graph, copies[n]) for n in outputs)
+    )
     part = GraphModule(gm, graph)
     part.meta = {key: value for key, value in gm.meta.items() if key != "dynamo_compile_id"}
-    return Segment(part, inputs, outputs, frozenset(mine), frozenset(detached or ()))
+    return Segment(part, inputs, outputs, frozenset(mine), frozenset(detached))
 
 
 def _detached(graph: Graph, node: Node) -> Node:
@@ -247,38 +269,6 @@ def _check_autocast(block: Sequence[Node]) -> None:
     if set(entered) != set(left):
         reason = "the optimizer's step lies inside an autocast region"
         raise NotSplittableError(reason, block[0])
-
-
-def _check_backward(parts: Sequence[Part]) -> None:
-    """Refuse a backward in one segment that must go on in an earlier one."""
-    for part in parts:
-        found = next(_going_back(part), None) if isinstance(part, Segment) else None
-        if found is not None:
-            reason = "a backward after an update goes through values from before the update"
-            raise NotSplittableError(reason, found)
-
-
-def _going_back(segment: Segment) -> Iterator[Node]:
-    """Yield each ``autograd.grad`` of ``segment`` that needs an earlier segment."""
-    placeholders = segment.gm.graph.find_nodes(op="placeholder")
-    crossing = {node for node in placeholders if has_history(node)}
-    for node in segment.gm.graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        goes_back = any(arg in crossing for arg in node.all_input_nodes)
-        if node.target is torch.autograd.grad and goes_back:
-            yield node
-        value = node.meta.get("example_value")
-        if isinstance(value, Tensor) and not value.requires_grad:
-            continue
-        if any(arg in crossing for arg in node.all_input_nodes):
-            crossing.add(node)
-
-
-def has_history(node: Node) -> bool:
-    """Whether a backward may go on from ``node``."""
-    value = node.meta.get("example_value")
-    return isinstance(value, Tensor) and value.requires_grad and value.grad_fn is not None
 
 
 def _merge_clips(parts: Sequence[Part]) -> list[Part]:

@@ -90,6 +90,7 @@ class Session:
         self._ran_whole = False
         self._replays_left = MAX_REPLAYS
         self._left_to_regions: set[int | None] = set()
+        self._constant_numbers: set[int | None] = set()
         self._whole_frames: set[int | None] = set()
         self._set_tracing = dynamo_api.tracing_patcher(config.max_recompiles, self._whole)
 
@@ -123,6 +124,14 @@ class Session:
     def leave_to_regions(self) -> None:
         """Trace the current function in regions from now on."""
         self._left_to_regions.add(dynamo_api.current_frame())
+
+    def keeps_numbers_free(self) -> bool:
+        """Whether numbers that change stay inputs of the current function, whatever it does."""
+        return dynamo_api.current_frame() not in self._constant_numbers
+
+    def leave_numbers_constant(self) -> None:
+        """Let torch decide from now on which numbers are constants of the current function."""
+        self._constant_numbers.add(dynamo_api.current_frame())
 
     def handle_of(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the handle of the update of ``optimizer``."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from mpcompile.capture import dynamo_api
+from mpcompile.capture import changing_numbers, dynamo_api
+from mpcompile.capture.carried_backward import BackwardCall, has_history
 from mpcompile.capture.cuts import compile_apart
 from mpcompile.capture.program import build_program
 from mpcompile.capture.regions import compile_region
@@ -35,18 +36,33 @@ def compile_graph(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
         CaptureError: an input cannot be handled.
         PassError: a pass cannot rewrite the graph.
     """
+    numbers = changing_numbers.free_numbers(gm.graph) if session.keeps_numbers_free() else {}
+    changing_numbers.read_once(gm.graph, numbers)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    given = dict(zip(placeholders, inputs, strict=True))
+    given |= changing_numbers.stand_ins(gm.graph, numbers)
     try:
         if session.traces_whole():
             check_dense(gm)
-        if not has_calls(gm):
-            return compile_apart(gm, inputs, session)
-        parts = split(gm)
+        parts = split(gm) if has_calls(gm) else []
+        with changing_numbers.staying_free(numbers.values()):
+            if not parts:
+                return compile_apart(gm, given, session)
+            session.note_whole_frame()
+            return _compile_parts(gm, parts, given, session)
     except NotSplittableError as error:
         session.report.add_break(f"not captured whole: {error}", error.line)
         session.leave_to_regions()
         dynamo_api.restart_tracing(str(error))
-    session.note_whole_frame()
-    given = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    except changing_numbers.DecidedByValue as error:
+        session.leave_numbers_constant()
+        dynamo_api.restart_tracing(str(error))
+
+
+def _compile_parts(
+    gm: GraphModule, parts: Sequence[Part], given: Mapping[Node, Any], session: Session
+) -> Compiled:
+    """Compile the segments among ``parts`` and return what runs all parts."""
     compiled, told = [], []
     scaled: set[str] = set()
     for part in parts:
@@ -67,6 +83,8 @@ def _tell(part: Part, regions: range) -> list[str]:
     if isinstance(part, UpdateCall):
         name = type(ops.find(part.handle).optimizer).__name__
         return [f"{name} update, clipping inside" if part.clips else f"{name} update"]
+    if isinstance(part, BackwardCall):
+        return ["backward through earlier regions"]
     if isinstance(part, ClipCall):
         return ["clip by value" if part.order is None else "clip by norm"]
     return [f"region {index}" for index in regions]
@@ -81,14 +99,15 @@ def _compile_segment(
 ) -> Compiled:
     """Compile ``segment``; one that only renames values runs as it stands.
 
+    ``given`` holds the inputs of the whole graph.
+
     Names of updates whose gradients it leaves scaled are added to ``scaled``.
     """
     if is_trivial(segment):
         return segment.gm.forward
     private = _private_outputs(segment, parts)
     reads = UpdateReads(_read_by_updates(segment, parts, private))
-    inputs = segment.example_inputs(given)
-    compiled = compile_region(segment.gm, inputs, session, private, reads)
+    compiled = compile_region(segment.gm, _example_values(segment, given), session, private, reads)
     scaled |= reads.scaled
     return compiled
 
@@ -116,3 +135,16 @@ def _private_outputs(segment: Segment, parts: Sequence[Part]) -> list[int]:
         for position, node in enumerate(segment.outputs)
         if {user for user in node.users if user not in segment.nodes} <= runtime
     ]
+
+
+def _example_values(segment: Segment, given: Mapping[Node, Any]) -> list[Any]:
+    """Return the inputs that ``segment`` is traced with.
+
+    Values that other segments make are fakes that come from nowhere.
+    """
+    return [given[node] if node in given else _fake_value(node) for node in segment.inputs]
+
+
+def _fake_value(node: Node) -> Any:
+    value = node.meta["example_value"]
+    return value.detach().requires_grad_() if has_history(node) else value

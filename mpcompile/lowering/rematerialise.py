@@ -106,9 +106,14 @@ class _Copies:
     def _recomputes(self, node: Node) -> bool:
         if node.op != "call_function" or node in self._backward or node.name in self._kept:
             return False
-        if nodes.draws_random(node) or node.is_impure():
+        if nodes.draws_random(node) or node.is_impure() or _is_number(node):
             return False
         return node.meta.get("recompute") is not None or not _is_product(node)
+
+
+def _is_number(node: Node) -> bool:
+    """Whether ``node`` is no tensor: nothing is gained, and ``item()`` gives a symbol once."""
+    return isinstance(node.meta.get("val"), (torch.SymFloat, torch.SymInt, torch.SymBool))
 
 
 def _is_product(node: Node) -> bool:

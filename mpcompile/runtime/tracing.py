@@ -5,7 +5,9 @@ and symbolic numbers, under ``make_fx`` and ``functionalize``: a flat graph with
 numbers stay inputs; where Python branches on one, the branch taken is recorded (``symbols``).
 
 While ``make_fx`` runs, ``nn.Module.__call__`` is another function in the whole process, so a trace
-holds Dynamo's own lock. Private torch API, seen in 2.11 to 2.14: ``convert_frame.compile_lock``.
+holds Dynamo's own lock; and no thread may call what is compiled, so a trace takes the mark back
+that says so. Private torch API, seen in 2.11 to 2.14: ``convert_frame.compile_lock``,
+``_symbolic_trace._is_fx_tracing_flag``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
-from torch.fx import GraphModule
+from torch.fx import GraphModule, _symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mpcompile.codegen.values import NOBODY, Leaf
@@ -199,6 +201,7 @@ def _trace_once(
         run = functools.partial(_run_step, optimizer, groups, reps, slots, names, watch)
 
         def traced(*flat: Any) -> tuple[list[Any], list[Any]]:
+            _symbolic_trace._is_fx_tracing_flag = False  # fx restores it when it is done
             with ItemMode(inputs.env, inputs.values):
                 out = torch.func.functionalize(run)(*flat)
             return out, [made.symbol for made in decisions.made]

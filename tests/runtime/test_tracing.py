@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -134,3 +135,22 @@ def test_cost_of_tracing_does_not_grow_with_parameters() -> None:
             update.run()
         traces.append(update.classes.num_traces)
     assert traces[0] == traces[1]
+
+
+def test_other_threads_may_call_what_is_compiled_meanwhile() -> None:
+    """``torch.compile`` refuses calls while fx traces, in whichever thread that is."""
+    seen: list[float] = []
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    compiled(torch.ones(2))
+
+    class CallsAnotherThread(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            thread = threading.Thread(
+                target=lambda: seen.append(float(compiled(torch.ones(2))[0])), daemon=True
+            )
+            thread.start()
+            thread.join(60)
+            super().step(closure)
+
+    _analyze(CallsAnotherThread(_pair(), lr=0.1), steps=0)
+    assert seen[0] == 2.0

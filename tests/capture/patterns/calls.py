@@ -431,7 +431,7 @@ def graph_break_in_the_model() -> Program:
     return Program(step, model, [opt], pair)
 
 
-@pattern(whole=False)
+@pattern()
 def backward_through_an_update() -> Program:
     model, opt = _parts()
 

@@ -13,9 +13,13 @@ from tests.programs import Build
 PATTERNS: dict[str, Build] = {}
 IN_REGIONS: set[str] = set()
 """Patterns that are not captured whole; the report says why."""
+ROUNDED: set[str] = set()
+"""Patterns whose sums eager rounds in another order."""
 
 
-def pattern(given: str = "", *, whole: bool = True) -> Callable[[Build], Build]:
+def pattern(
+    given: str = "", *, whole: bool = True, rounds: bool = False
+) -> Callable[[Build], Build]:
     """Register a program under a name, by default that of the function that builds it."""
 
     def add(build: Build) -> Build:
@@ -24,6 +28,8 @@ def pattern(given: str = "", *, whole: bool = True) -> Callable[[Build], Build]:
         PATTERNS[name] = build
         if not whole:
             IN_REGIONS.add(name)
+        if rounds:
+            ROUNDED.add(name)
         return build
 
     return add

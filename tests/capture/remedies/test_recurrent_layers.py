@@ -37,7 +37,7 @@ def recurrent_program(layer: Callable[..., nn.Module], **options: Any) -> Progra
 def test_recurrent_layer_is_in_the_graph(layer: Any, options: dict[str, Any]) -> None:
     # Which kernel multiplies by a weight depends on more than the op can pass on.
     program = lambda: recurrent_program(layer, **options)  # noqa: E731
-    check_whole(program, torch.randn(3, 5, 4), tolerance=1e-5 if layer is nn.RNN else 0.0)
+    check_whole(program, torch.randn(3, 5, 4), tolerance=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
