@@ -133,6 +133,7 @@ def state_dict(step: Any) -> dict[str, Any]:
         CaptureError: ``step`` was not compiled with this backend.
     """
     session = _session("state_dict", step)
+    session.updates.settle()
     scale = session.loss_scale
     return {
         "loss_scale": {} if scale is None else scale.state_dict(),

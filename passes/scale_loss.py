@@ -22,9 +22,11 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from mpcompile.graph import nodes
-from mpcompile.graph.factors import is_float, multiply, widened, wrap_inhomogeneous
-from mpcompile.graph.gradients import private_outputs
-from mpcompile.graph.roles import GraphKind, InputRole, OutputRole, Roles, written_input
+from mpcompile.graph.factors import cast_to, is_float, multiply, widened, wrap_inhomogeneous
+from mpcompile.graph.gradients import gradient_name, private_outputs
+from mpcompile.graph.roles import GraphKind, InputRole, OutputRole, Roles
+from mpcompile.graph.seeds import find_seeds
+from mpcompile.graph.writes import find_writes, keep_overflow, write_or_keep
 from mpcompile.pass_base import GraphPass, PassContext, Stage
 from mpcompile.runtime import scale_ops  # noqa: F401  # defines the ops
 from mpcompile.runtime.loss_scale import ScaledRegion
@@ -58,14 +60,18 @@ class ScaleLoss(GraphPass):
         if ctx.scaled is None:
             return 0
         assert ctx.roles is not None
-        seeds = _match_seeds(gm.graph)
-        if seeds:
-            return _scale_flat(gm.graph, seeds, ctx.scaled, ctx.updates_read)
-        if ctx.roles.kind is GraphKind.TRAINING:
-            return _scale_backward(gm.graph, ctx.roles, ctx.scaled, ctx.input_names)
         if ctx.roles.kind is GraphKind.UPDATE:
             return _guard_writes(gm.graph, ctx.roles, ctx.scaled, ctx.input_names)
-        return 0
+        if ctx.roles.kind is not GraphKind.TRAINING:
+            return 0
+        is_joint = InputRole.TANGENT in ctx.roles.inputs.values()
+        seeds = find_seeds(gm.graph, is_differentiated=is_joint)
+        count = 0
+        if seeds:
+            region = ctx.scaled.scale.add_region() if is_joint else ctx.scaled
+            count += _scale_flat(gm.graph, seeds, region, ctx.updates_read)
+            ctx.scaled.folded = region.folded
+        return count + _scale_backward(gm.graph, ctx.roles, ctx.scaled, ctx.input_names)
 
 
 # --- backward ------------------------------------------------------------------------------------
@@ -90,8 +96,8 @@ def _scale_backward(graph: Graph, roles: Roles, scaled: ScaledRegion, names: Seq
     if not tangents or not gradients:
         return 0
     scaled.fed = tuple(g.input for g in gradients if g.input is not None)
-    scale, inverse = _insert_factors(tangents, scaled.scale.handle)
-    products = {_scale(tangent, scale) for tangent in tangents}
+    scale, inverse = _insert_factors(tangents, scaled.scale.handle, outside=True)
+    products = set().union(*(_scale(tangent, scale) for tangent in tangents))
     inside = _scaled_nodes(graph, products, set())
     true_values = wrap_inhomogeneous(graph, inside, scale, inverse)
     gradients = list(_match_gradients(graph, roles))  # some may be tangents as they came
@@ -118,9 +124,15 @@ def _input_of(desc: object) -> int | None:
     return source.idx if isinstance(source, PlainAOTInput) else None
 
 
-def _insert_factors(tangents: Sequence[Node], handle: str) -> tuple[Node, Node]:
-    """Insert the op that gives scale and inverse behind the inputs."""
-    both = nodes.call_after(tangents[-1], _OPS.loss_scale.default, (handle, list(tangents)), {})
+def _insert_factors(
+    tangents: Sequence[Node], handle: str, outside: bool = False
+) -> tuple[Node, Node]:
+    """Insert the op that gives scale and inverse behind the inputs.
+
+    ``outside``: the tangents come from where the program may have scaled by itself.
+    """
+    args = (handle, list(tangents), outside)
+    both = nodes.call_after(tangents[-1], _OPS.loss_scale.default, args, {})
     reader = next(user for user in tangents[0].users if user is not both)
     scale = nodes.pick_result(both, 0)  # behind the inverse, so that products are behind both
     inverse = nodes.pick_result(both, 1)
@@ -130,15 +142,19 @@ def _insert_factors(tangents: Sequence[Node], handle: str) -> tuple[Node, Node]:
     return scale, inverse
 
 
-def _scale(node: Node, scale: Node) -> Node:
-    """Let the readers of ``node`` have it scaled; return what they read."""
+def _scale(node: Node, scale: Node) -> set[Node]:
+    """Let the readers of ``node`` have it scaled; return what they read.
+
+    One that casts it gets it as it is before it is narrowed: 16 bits may have no room for it.
+    """
     readers = [user for user in node.users if user is not scale.args[0]]
-    product = multiply(node, scale)
-    if node.op == "placeholder":
+    product = multiply(widened(node), scale)
+    if not nodes.is_backward(node):
         nodes.copy_tags(scale, product)
+    narrow = cast_to(product, cast(Tensor, nodes.value(node)).dtype)
     for reader in readers:
-        nodes.replace_input(reader, node, product)
-    return product
+        nodes.replace_input(reader, node, product if nodes.is_cast(reader) else narrow)
+    return {product, narrow}
 
 
 def _unscale(
@@ -179,7 +195,8 @@ def _unrounded(gradient: _Gradient) -> Node:
 
 def _name(gradient: _Gradient, names: Sequence[str]) -> str:
     known = gradient.input is not None and gradient.input < len(names)
-    return names[cast(int, gradient.input)] if known else f"%{gradient.node.name}"
+    name = names[cast(int, gradient.input)] if known else gradient_name(gradient.node)
+    return name or f"%{gradient.node.name}"
 
 
 def _numel(node: Node) -> float:
@@ -201,32 +218,6 @@ def _insert_sum(node: Node) -> Node:
 # --- a backward that Dynamo traced: it begins where the loss is differentiated --------------------
 
 
-def _match_seeds(graph: Graph) -> list[Node]:
-    """Return the ones with which backward passes begin.
-
-    A backward whose gradients are part of a later loss is left out: scaled twice, the second would
-    not be linear in its scale.
-    """
-    seeds = [
-        node
-        for node in graph.nodes
-        if nodes.is_backward(node) and nodes.op_name(node) == "aten.ones_like"
-    ]
-    return [seed for seed in seeds if not _leads_to(seed, set(seeds) - {seed})]
-
-
-def _leads_to(start: Node, ends: set[Node]) -> bool:
-    pending, seen = [start], set[Node]()
-    while pending:
-        node = pending.pop()
-        if node in ends:
-            return True
-        fresh = node.users.keys() - seen
-        seen |= fresh
-        pending += fresh
-    return False
-
-
 def _scale_flat(
     graph: Graph, seeds: Sequence[Node], scaled: ScaledRegion, kept: Mapping[str, Sequence[int]]
 ) -> int:
@@ -234,9 +225,8 @@ def _scale_flat(
 
     An update unscales by itself, if all that it reads is scaled.
     """
-    factors = [_insert_factors([seed], scaled.scale.handle) for seed in seeds]
-    products = {_scale(seed, scale) for seed, (scale, _) in zip(seeds, factors, strict=True)}
-    scale, inverse = factors[0]  # the same for all: the scale changes between steps
+    scale, inverse = _insert_factors(seeds[:1], scaled.scale.handle)
+    products = set().union(*(_scale(seed, scale) for seed in seeds))
     outputs = cast(Sequence[Any], graph.output_node().args[0])
     inside = _scaled_nodes(graph, products, _carriers(outputs, kept))
     folded = {h: at for h, at in kept.items() if all(outputs[i] in inside for i in at)}
@@ -266,7 +256,9 @@ def _note_for_all(found: Sequence[Node], scale: Node, inverse: Node, scaled: Sca
     floats = [node for node in found if nodes.is_strided(node) and is_float(node)]
     if not floats:
         return
-    noted = _insert_note(floats, [f"%{node.name}" for node in floats], inverse, scaled)
+    noted = _insert_note(
+        floats, [gradient_name(n) or f"%{n.name}" for n in floats], inverse, scaled
+    )
     one = nodes.call_after(noted, torch.ops.aten.mul.Tensor, (noted, scale), {})
     smallest = min(floats, key=_numel)
     nodes.replace_input(smallest.graph.output_node(), smallest, multiply(smallest, one))
@@ -324,31 +316,13 @@ def _outside(node: Node, inside: set[Node], stay: set[Node]) -> tuple[Node, ...]
 # --- updates -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Write:
-    """A write of ``source`` into the input ``target``."""
-
-    node: Node
-    target: Node
-    source: Node
-
-
-def _match_writes(graph: Graph) -> list[_Write]:
-    found = ((node, written_input(node)) for node in graph.nodes)
-    return [
-        _Write(node, target, source)
-        for node, target in found
-        if target is not None and isinstance(source := node.args[1], Node)
-    ]
-
-
 def _guard_writes(graph: Graph, roles: Roles, scaled: ScaledRegion, names: Sequence[str]) -> int:
     """Keep overflows of gradients to be seen, and leave out what an overflowed step would write."""
     read = [node for node, role in roles.inputs.items() if role is InputRole.GRADIENT]
-    writes = _match_writes(graph)
+    writes = list(find_writes(graph))
     clips = [write for write in writes if write.target in read]
     bounded = any(nodes.op_name(node).replace("_foreach_", "") in _BOUNDS for node in graph.nodes)
-    count = sum(_keep_overflow(write) for write in clips if bounded)
+    count = sum(keep_overflow(write) for write in clips if bounded)
     updates = [write for write in writes if write.target not in read]
     if not updates:
         return count
@@ -356,7 +330,7 @@ def _guard_writes(graph: Graph, roles: Roles, scaled: ScaledRegion, names: Seque
     if skip is None:
         skip = _insert_skipping(updates[0].target, scaled)
     for write in updates:
-        _write_or_keep(write, skip)
+        write_or_keep(write, skip)
     return count + len(updates)
 
 
@@ -385,31 +359,3 @@ def _input_name(node: Node, names: Sequence[str]) -> str:
     if isinstance(desc, PlainAOTInput) and desc.idx < len(names):
         return names[desc.idx]
     return f"%{node.name}"
-
-
-def _keep_overflow(write: _Write) -> bool:
-    """Write a gradient that is not finite as it was: the update is to see it."""
-    if not is_float(write.target):
-        return False
-    aten = torch.ops.aten
-    size = nodes.call_after(write.target, aten.abs.default, (write.target,), {})
-    finite = nodes.call_after(size, aten.lt.Scalar, (size, float("inf")), {})
-    chosen = (finite, write.source, write.target)
-    kept = nodes.call_after(max(finite, write.source), aten.where.self, chosen, {})
-    nodes.replace_input(write.node, write.source, _as_written(kept, write))
-    return True
-
-
-def _write_or_keep(write: _Write, skip: Node) -> None:
-    """Write what was there before if the step is skipped."""
-    chosen = (skip, write.target, write.source)
-    kept = nodes.call_after(max(skip, write.source), torch.ops.aten.where.self, chosen, {})
-    nodes.replace_input(write.node, write.source, _as_written(kept, write))
-
-
-def _as_written(value: Node, write: _Write) -> Node:
-    """Give ``value`` the strides of what was written before."""
-    val = cast(Tensor, nodes.value(write.source))
-    if nodes.has_same_strides(cast(Tensor, nodes.value(value)), val):
-        return value
-    return nodes.insert_strided_copy(value, tuple(val.shape), tuple(val.stride()))

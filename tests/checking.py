@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mpcompile.capture.backward_tags import tag_backward
 from mpcompile.capture.graph_inputs import input_roles
 from mpcompile.config import Config
 from mpcompile.graph import decisions, nodes
@@ -181,6 +182,7 @@ class _Recorder:
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Any:
         ctx = PassContext(self.config, region=len(self.traced))
+        tag_backward(gm)
         self.roles = input_roles(gm)
         self.manager.run(Stage.DYNAMO, gm, ctx)
         self.dynamo = format_graph(gm.graph)

@@ -368,14 +368,38 @@ def test_optimizer_outside_the_step_is_told_of() -> None:
 # --- trouble -------------------------------------------------------------------------------------
 
 
-def test_five_falls_in_a_row_are_told_of_once_with_a_name() -> None:
-    training = Training(Classifier, capture="regions")
-    training.compiled(*batch())
+@pytest.mark.parametrize(
+    ("capture", "name"), [("regions", "readout.bias"), ("whole", "read_in.weight")]
+)
+def test_five_falls_in_a_row_are_told_of_once_with_a_name(capture: str, name: str) -> None:
+    training = Training(Classifier, capture=capture)
+    for _ in range(2):
+        training.compiled(*batch())
     for _ in range(4):
         training.compiled(*nan_batch())
-    with pytest.warns(UserWarning, match=r"5 steps in a row.*loss scale is 2048.*readout\.bias"):
+    told = rf"5 steps in a row.*loss scale is 2048.*that of self\.model\.{name}\. "
+    with pytest.warns(UserWarning, match=told):
         training.compiled(*nan_batch())
     training.compiled(*nan_batch())
+
+
+def test_visible_gradients_of_a_whole_step_have_names() -> None:
+    training = Training(Classifier, torch.optim.SGD)
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        F.cross_entropy(training.model(x), labels).backward()
+        norm: Tensor = training.model.read_in.bias.grad.norm()
+        training.opt.step()
+        training.opt.zero_grad()
+        return norm
+
+    compiled = compile_step(step, dtype="float16")
+    compiled(*batch())
+    compiled(*nan_batch())
+    report = mpcompile.last_report(compiled)
+    assert not report.breaks
+    assert report.loss_scale is not None
+    assert report.loss_scale.first == "training.model.read_in.bias"
 
 
 def test_floor_is_told_of() -> None:

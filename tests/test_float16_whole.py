@@ -99,7 +99,58 @@ def shared() -> Built:
     return step, lambda: [*first.parameters(), *last.parameters()]
 
 
-BUILDERS = [clipped, value_clipped, averaged, accumulated, shared]
+def given() -> Built:
+    """The program differentiates the loss by itself; what it gives has no room in 16 bits."""
+    model = Classifier()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1 * 2.0**20)
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        logits = model(x)
+        wrong = logits.softmax(1).detach() - F.one_hot(labels, 8)
+        logits.backward(wrong * (2.0**-20 / len(x)))
+        opt.step()
+        opt.zero_grad()
+        return F.cross_entropy(logits.detach(), labels)
+
+    return step, lambda: list(model.parameters())
+
+
+def remembering() -> Built:
+    """Tensors that belong to no module are written before the update: a queue, an average."""
+    model = Classifier()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    queue, average = torch.zeros(3, 8), torch.zeros(())
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        logits = model(x)
+        loss = F.cross_entropy(logits, labels)
+        queue.copy_(torch.cat([queue[1:], logits.detach().mean(0, keepdim=True)]))
+        average.lerp_(loss.detach(), 0.1)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach() + 0 * queue.sum()
+
+    return step, lambda: [*model.parameters(), queue, average]
+
+
+def renormed() -> Built:
+    """The forward writes to a parameter, for which AOTAutograd makes a joint graph."""
+    table, readout = nn.Embedding(20, 16, max_norm=1.0), nn.Linear(16, 8)
+    params: list[Any] = [*table.parameters(), *readout.parameters()]
+    opt = torch.optim.SGD(params, lr=0.1)
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(readout(table(labels) + x), labels)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    return step, lambda: params
+
+
+BUILDERS = [clipped, value_clipped, averaged, accumulated, shared, given, remembering, renormed]
 
 
 @pytest.mark.parametrize("build", BUILDERS)

@@ -32,10 +32,11 @@ def input_roles(gm: GraphModule) -> tuple[InputRole, ...]:
 
 def input_names(gm: GraphModule) -> tuple[str, ...]:
     """Return what the user calls each input: ``model.0.weight``, or its name in the graph."""
-    return tuple(_user_name(node) for node in gm.graph.find_nodes(op="placeholder"))
+    return tuple(user_name(node) for node in gm.graph.find_nodes(op="placeholder"))
 
 
-def _user_name(node: Node) -> str:
+def user_name(node: Node) -> str:
+    """Return what the user calls an input of Dynamo's graph, or its name in the graph."""
     source = source_of(node)
     for part in ("._modules", "._parameters", "._buffers"):
         source = source.replace(part, "")

@@ -17,7 +17,7 @@ import mpcompile
 from mpcompile.capture import dynamo_api, graph_inputs
 from mpcompile.capture.backward_tags import tag_backward
 from mpcompile.capture.overflow import watched
-from mpcompile.capture.scaling import UpdateReads, scaled_call, written_buffers
+from mpcompile.capture.scaling import UpdateReads, scaled_call, written_state
 from mpcompile.capture.session import Session
 from mpcompile.graph import gradients, links, nodes
 from mpcompile.graph.printer import format_graph
@@ -64,6 +64,8 @@ def compile_region(
     region = _begin_report(gm, session)
     ctx = _context(session, region.index)
     ctx.input_names = graph_inputs.input_names(gm)
+    if ctx.scaled is not None:
+        ctx.scaled.input_names = ctx.input_names
     region.add_passes(session.manager.run(Stage.DYNAMO, gm, ctx))
     ctx.updates_read = {} if reads is None else reads.outputs
     compiled = lower(
@@ -138,7 +140,7 @@ class RegionRewriter:
         roles = find_roles(gm.graph, self._input_roles)
         self._ctx.roles = roles
         if self._ctx.scaled is not None:
-            self._ctx.scaled.buffers = written_buffers(roles)
+            self._ctx.scaled.buffers = written_state(roles)
         region = self._region
         region.kind = roles.kind
         region.draws_random = any(map(nodes.draws_random, gm.graph.nodes))

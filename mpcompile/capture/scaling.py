@@ -13,7 +13,7 @@ from mpcompile.graph.roles import GraphKind, InputRole, Roles
 from mpcompile.lowering import Compiled
 from mpcompile.runtime.loss_scale import ScaledRegion
 
-_BUFFERS = (InputRole.BUFFER, InputRole.STATE)
+_GRADIENTS = (InputRole.GRADIENT, InputRole.TANGENT)
 
 
 @dataclass
@@ -42,9 +42,13 @@ def scaled_call(compiled: Compiled, region: ScaledRegion) -> Compiled:
     return disabled
 
 
-def written_buffers(roles: Roles) -> tuple[int, ...]:
-    """Return the positions of the buffers that a forward writes to."""
+def written_state(roles: Roles) -> tuple[int, ...]:
+    """Return the positions of what a forward writes to, beside gradients.
+
+    That is buffers, and whatever else the step finds and changes: a queue, an average of losses.
+    """
     if roles.kind is GraphKind.UPDATE:
         return ()
-    descs = [node.meta.get("desc") for node in roles.mutated if roles.inputs.get(node) in _BUFFERS]
+    state = [node for node in roles.mutated if roles.inputs.get(node) not in _GRADIENTS]
+    descs = [node.meta.get("desc") for node in state]
     return tuple(sorted(desc.idx for desc in descs if isinstance(desc, PlainAOTInput)))

@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mpcompile.capture import dynamo_api, dynamo_variables, hooks, remedies
 from mpcompile.capture.assignment import read_assignment
@@ -197,9 +199,21 @@ class Session:
             return MOVES
         return EXACT if self.config.dtype is torch.float32 else HALF
 
-    def note_whole_run(self) -> None:
-        """Note that a graph with its update ran."""
-        self._ran_whole = True
+    def whole_run_noter(self) -> Callable[[], None]:
+        """Return what is called whenever a graph with its update runs.
+
+        It does not keep the session alive. With a session may go the last reference to an
+        optimizer, whose end touches the list of compiled graphs: torch crashes if it is just taking
+        that list down, graph by graph (seen in 2.13, at ``torch._dynamo.reset``).
+        """
+        known = weakref.ref(self)
+
+        def note_run() -> None:
+            session = known()
+            if session is not None:
+                session._ran_whole = True
+
+        return note_run
 
     def note_overflow(self, found: OverflowRecord) -> None:
         """Keep the first overflow of a run."""
@@ -207,9 +221,10 @@ class Session:
 
     def _dispatching(self) -> AbstractContextManager[None]:
         """Send ``Optimizer.step`` to the updates; in regions to the originals if fusing is off."""
+        guard = None if self.loss_scale is None else self.updates.guard
         if self._whole or self.manager.is_enabled("fuse-updates"):
-            return dispatch.running(self.updates.run)
-        return dispatch.suspended()
+            return dispatch.running(self.updates.run, guard)
+        return dispatch.suspended(guard)
 
     def _finish_call(self, position: int) -> None:
         """Note what the call broke on; Dynamo leaves a context without telling of an error."""
@@ -267,7 +282,8 @@ def _loss_scale(config: Config, sync: GradientSync) -> LossScale | None:
     if config.dtype is not torch.float16:
         return None
     if config.is_pass_enabled("scale-loss"):
-        return LossScale(ScalePolicy.from_config(config), sync.agree_on)
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        return LossScale(ScalePolicy.from_config(config, num_ranks), sync.agree_on)
     warnings.warn(
         "mpcompile: float16 without scale-loss: gradients below 6e-8 are lost and a step whose "
         "gradients overflow is taken. Scale the loss yourself, or use dtype='bfloat16'.",

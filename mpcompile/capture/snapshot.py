@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from mpcompile.capture.reach import cell_value, class_data, reach, slots, variables
+from mpcompile.runtime.late_state import settle
 
 Undo = Callable[[], None]
 
@@ -42,7 +44,11 @@ def restored(*roots: object) -> Iterator[None]:
 def remember(*roots: object) -> Undo:
     """Return a function that puts everything that ``roots`` reach back as it is now."""
     undo: list[Undo] = [_remember_random()]
-    for item in reach(*roots):
+    found = list(reach(*roots))
+    for item in found:
+        if isinstance(item, Optimizer):
+            settle(item)
+    for item in found:
         undo.extend(_remember(item))
 
     def put_back() -> None:

@@ -74,7 +74,7 @@ def _compile_parts(
         )
         told += _tell(part, range(before, len(session.report.regions)))
     session.report.whole.append(" > ".join(told))
-    program = build_program(gm, parts, compiled, session.note_whole_run, scaled)
+    program = build_program(gm, parts, compiled, session.whole_run_noter(), scaled)
     return dynamo_api.without_dynamo(program)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -24,9 +25,9 @@ def multiply(node: Node, factor: Node) -> Node:
     val = cast(Tensor, nodes.value(node))
     aten = torch.ops.aten
     if val.dtype in nodes.HALF_DTYPES:
-        wide = _cast_to(node, torch.float32)
+        wide = cast_to(node, torch.float32)
         product = nodes.call_after(max(wide, factor), aten.mul.Tensor, (wide, factor), {})
-        return _cast_to(product, val.dtype)
+        return cast_to(product, val.dtype)
     product = nodes.call_after(max(node, factor), aten.mul.Tensor, (node, factor), {})
     if nodes.has_same_strides(cast(Tensor, nodes.value(product)), val):
         return product
@@ -62,32 +63,65 @@ def wrap_inhomogeneous(graph: Graph, inside: set[Node], scale: Node, inverse: No
     for node in list(graph.nodes):
         read = [arg for arg in node.all_input_nodes if arg in inside]
         wrapped = node.op == "call_function" and nodes.is_backward(node) and read
-        if not wrapped or node is inverse or passes_factor_on(node, inside):
+        if not wrapped or node is inverse or nodes.is_getitem(node):
             continue
-        for arg in read:
-            wide = widened(arg)
-            inside.add(wide)
-            true = multiply(wide, inverse)
-            true_values.add(true)
-            nodes.replace_input(node, arg, true)
-        was = cast(Tensor, nodes.value(node))
-        nodes.refresh_value(node)
-        if node in inside:
-            readers = set(node.users)
-            product = multiply(node, scale)
-            again = _cast_to(product, was.dtype)
-            node.replace_all_uses_with(again, delete_user_cb=readers.__contains__)
-            inside.discard(node)
-            inside |= {product, again}
+        if not passes_factor_on(node, inside):
+            true_values |= _have_read_true_values(node, read, inside, inverse)
+            for result in _results(node):
+                _scale_again(result, inside, scale)
     return true_values
+
+
+def _have_read_true_values(
+    node: Node, read: Sequence[Node], inside: set[Node], inverse: Node
+) -> set[Node]:
+    """Unscale the inputs ``read`` of ``node``, in fp32; return what it reads in their place."""
+    true_values = set[Node]()
+    for arg in read:
+        wide = widened(arg)
+        inside.add(wide)
+        true = multiply(wide, inverse)
+        true_values.add(true)
+        nodes.replace_input(node, arg, true)
+    for other in node.all_input_nodes:
+        if any(nodes.is_half(arg) for arg in read) and nodes.is_half(other):
+            nodes.replace_input(node, other, widened(other))
+    return true_values
+
+
+def _results(node: Node) -> list[tuple[Node, torch.dtype]]:
+    """Return the floating results of ``node`` with their dtypes, and give it its new value."""
+    results = [node] if not nodes.is_tuple(node) else list(node.users)
+    known = [
+        (result, cast(Tensor, nodes.value(result)).dtype) for result in filter(is_float, results)
+    ]
+    nodes.refresh_value(node)
+    for result in results:
+        if result is not node:
+            nodes.refresh_value(result)
+    return known
+
+
+def _scale_again(result: tuple[Node, torch.dtype], inside: set[Node], scale: Node) -> None:
+    """Let the readers of a true value that was scaled before have it scaled."""
+    node, dtype = result
+    if node not in inside:
+        return
+    readers = set(node.users)
+    product = multiply(node, scale)
+    again = cast_to(product, dtype)
+    node.replace_all_uses_with(again, delete_user_cb=readers.__contains__)
+    inside.discard(node)
+    inside |= {product, again}
 
 
 def widened(node: Node) -> Node:
     """Return ``node`` in fp32 if it is 16-bit."""
-    return _cast_to(node, torch.float32) if nodes.is_half(node) else node
+    return cast_to(node, torch.float32) if nodes.is_half(node) else node
 
 
-def _cast_to(node: Node, dtype: torch.dtype) -> Node:
+def cast_to(node: Node, dtype: torch.dtype) -> Node:
+    """Return ``node`` in ``dtype``."""
     if nodes.dtype_of(node) is dtype:
         return node
     return nodes.call_after(node, torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})

@@ -16,6 +16,8 @@ from torch.fx import Graph, Node
 
 from mpcompile.graph import nodes
 
+GRADIENT_OF = "mpcompile_gradient_of"
+"""The key in the metadata of a node of a flat backward that says whose gradient it is."""
 _PRIVATE = "mpcompile_private"
 
 
@@ -80,3 +82,22 @@ def _has_type_of(node: Node, other: Node) -> bool:
     if not isinstance(ours, Tensor) or ours.layout is not torch.strided:
         return False
     return ours.dtype is theirs.dtype and nodes.has_same_strides(ours, theirs)
+
+
+def gradient_name(node: Node) -> str:
+    """Return whose gradient ``node`` is, or ''; it may be a cast or a view of the one with a name.
+
+    Casts and views behind it count as well.
+    """
+    pending = [node, *(user for user in node.users if _passes_on(user))]
+    while pending:
+        here = pending.pop(0)
+        if GRADIENT_OF in here.meta:
+            return str(here.meta[GRADIENT_OF])
+        if _passes_on(here):
+            pending += here.all_input_nodes[:1]
+    return ""
+
+
+def _passes_on(node: Node) -> bool:
+    return nodes.is_cast(node) or nodes.is_view(node)

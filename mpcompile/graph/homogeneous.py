@@ -2,7 +2,9 @@
 
 Autograd's own ops do, being linear in the gradient. What users put into backward may not: a hook
 that clips, an ``autograd.Function`` that divides by a norm plus an epsilon. Such ops are named
-here, and arithmetic is looked at by its operands.
+here, and arithmetic is looked at by its operands. An op that reads two scaled values passes the
+factor on only if it is known to add them up or put them side by side: the gradient of a convolution
+is linear in the gradient and in what was convolved, and that may be a gradient as well.
 """
 
 from __future__ import annotations
@@ -21,6 +23,14 @@ _NEVER = frozenset(
     floor ceil trunc frac fmod remainder var std prod cumprod dot vdot gt ge lt le eq ne
     isclose""".split()
 )
+_JOINTLY_LINEAR = frozenset(
+    """aten.cat aten.stack aten.copy aten.index_put aten.index_add aten.index_copy
+    aten.scatter aten.scatter_add aten.masked_scatter aten.slice_scatter aten.select_scatter
+    aten.diagonal_scatter aten.as_strided_scatter aten.complex
+    aten._thnn_fused_lstm_cell_backward_impl aten._cudnn_rnn_backward
+    mpcompile.recurrent_backward mpcompile.note_overflow""".split()
+)
+"""Linear in all values that may be gradients, taken together."""
 _ZEROS = frozenset(f"aten.{op}" for op in "zeros zeros_like new_zeros".split())
 _FILLED = {"aten.full": 1, "aten.full_like": 1, "aten.new_full": 2, "aten.scalar_tensor": 0}
 
@@ -31,7 +41,9 @@ def passes_factor_on(node: Node, scaled: Collection[Node]) -> bool:
     if name in _NEVER:
         return False
     rule = _BY_OPERANDS.get(name)
-    return rule is None or rule(node, scaled)
+    if rule is not None:
+        return rule(node, scaled)
+    return name in _JOINTLY_LINEAR or len(set(node.all_input_nodes).intersection(scaled)) == 1
 
 
 def _is_sum(node: Node, scaled: Collection[Node]) -> bool:

@@ -12,6 +12,10 @@ import torch
 from torch.fx import Graph, Node
 
 from mpcompile.graph import nodes
+from mpcompile.graph.seeds import CREATES_GRAPH_MARK, SEED_MARK
+
+_OF_ONE_BACKWARD = (CREATES_GRAPH_MARK, SEED_MARK)
+"""Marks that say nothing of a backward through the marked node."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,10 @@ def copy_forward_tags(graph: Graph) -> None:
     for node, origin in find_links(graph).forward.items():
         if "nn_module_stack" in origin.meta:
             node.meta.setdefault("fwd_nn_module_stack", origin.meta["nn_module_stack"])
-        custom = origin.meta.get("custom")
-        if custom:
-            node.meta["custom"] = {**custom, **node.meta.get("custom", {})}
+        custom = origin.meta.get("custom") or {}
+        handed_on = {key: mark for key, mark in custom.items() if key not in _OF_ONE_BACKWARD}
+        if handed_on:
+            node.meta["custom"] = {**handed_on, **node.meta.get("custom", {})}
 
 
 def _adds_gradients(node: Node) -> bool:

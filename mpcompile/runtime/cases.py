@@ -67,7 +67,8 @@ class PlannedCall:
 class PlannedCase:
     """A case, the calls between its phases, and states that are copied from a call's result.
 
-    ``host`` is what the host computes first, where the kernel runs on another device.
+    ``host`` is what the host computes first, where the kernel runs on another device; ``late``
+    names the state of the host that this device counts for itself.
     """
 
     case: Case
@@ -75,6 +76,7 @@ class PlannedCase:
     copies: tuple[tuple[str, str], ...] = ()
     buffers: tuple[tuple[str, str], ...] = ()
     host: Case = field(default_factory=Case)
+    late: tuple[str, ...] = ()
 
 
 def step_input(position: int) -> str:

@@ -44,6 +44,20 @@ class CudaModule:
             launch(stream, config, kernel, *arguments)
 
 
+class CudaReading:
+    """A copy to page-locked memory on torch's current stream."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.values.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def has_arrived(self) -> bool:
+        """Whether ``values`` are there."""
+        return bool(self._event.query())
+
+
 @functools.lru_cache(maxsize=64)
 def _stream(handle: int) -> Any:
     """Return torch's stream as ``cuda.core`` knows it; torch never destroys its streams."""
@@ -105,6 +119,10 @@ class CudaMachine:
     def staged(self, data: torch.Tensor) -> torch.Tensor:
         """Return ``data`` in page-locked memory; torch reuses it when its copy is done."""
         return torch.empty(data.shape, dtype=data.dtype, pin_memory=True).copy_(data)
+
+    def read_later(self, tensor: torch.Tensor) -> CudaReading:
+        """Start to copy what ``tensor`` holds now to the host."""
+        return CudaReading(tensor)
 
     def keep_for_stream(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have memory of ``tensors`` outlive what the current stream does with them."""

@@ -72,7 +72,8 @@ class DeviceRows(Rows):
         self._busy = busy_phases(on_device)
         self.source = emit_cuda(_without_shared(on_device))
         self.module = machine.load(self.source, cache_dir)
-        self.takes_skip = not any(keeps_state(c.host) or c.calls or c.copies for c in cases)
+        keeping = [c for c in cases if keeps_state(c.host) and not c.late]
+        self.takes_skip = not keeping and not any(c.calls or c.copies for c in cases)
         self.skip: torch.Tensor | None = None
         hosts = [case.host for case in cases]
         self._host: _HostKernel | None = None

@@ -16,39 +16,56 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._dynamo import eval_frame
 from torch._dynamo.eval_frame import skip_code
 
 from mpcompile.runtime import stand_ins
+from mpcompile.runtime.late_state import settle
 
 Step = Callable[..., Any]
 Runner = Callable[[torch.optim.Optimizer, Step], Any]
 """Updates the optimizer; the second argument is its own step, a function of the optimizer."""
+Guard = Callable[[torch.optim.Optimizer], Callable[[], None]]
+"""Called before a step that runs as it is; what it returns is called after it."""
 
 BREAK_REASON = "fuse-updates takes Optimizer.step out of the graph"
 """Why Dynamo ends a graph in this file, for reports."""
+
+
+class _Ours(NamedTuple):
+    """What steps in a thread go to."""
+
+    runner: Runner | None
+    guard: Guard | None
+
 
 _local = threading.local()
 _install_lock = threading.Lock()
 _installed = False
 
 
-def _runners() -> list[Runner | None]:
+_ORIGINALS = _Ours(None, None)
+
+
+def _runners() -> list[_Ours]:
     if not hasattr(_local, "runners"):
         _local.runners = []
-    runners: list[Runner | None] = _local.runners
+    runners: list[_Ours] = _local.runners
     return runners
 
 
 @contextlib.contextmanager
-def running(runner: Runner) -> Iterator[None]:
-    """Have steps in this thread go to ``runner``."""
+def running(runner: Runner, guard: Guard | None = None) -> Iterator[None]:
+    """Have steps in this thread go to ``runner``.
+
+    Those that take arguments, a closure say, run as they are, in ``guard``.
+    """
     install()
     stack = _runners()
-    stack.append(runner)
+    stack.append(_Ours(runner, guard))
     try:
         yield
     finally:
@@ -56,10 +73,10 @@ def running(runner: Runner) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def suspended() -> Iterator[None]:
-    """Have steps in this thread go to the originals."""
+def suspended(guard: Guard | None = None) -> Iterator[None]:
+    """Have steps in this thread go to the originals; those with arguments run in ``guard``."""
     stack = _runners()
-    stack.append(None)
+    stack.append(_Ours(None, guard))
     try:
         yield
     finally:
@@ -78,27 +95,59 @@ def is_ours() -> bool:
     Dynamo asks while it traces and keeps the answer, which belongs to the backend it traces for. At
     run time, code that is excluded from compilation is not part of the step.
     """
+    return _innermost().runner is not None and _is_compiled()
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
+def is_guarded() -> bool:
+    """Whether a step with arguments that starts now is to run in a guard."""
+    return _innermost().guard is not None and _is_compiled()
+
+
+def _innermost() -> _Ours:
     stack = _runners()
-    if not stack or stack[-1] is None:
-        return False
+    return stack[-1] if stack else _ORIGINALS
+
+
+def _is_compiled() -> bool:
+    """Whether the code that runs is compiled, or is being traced."""
     is_tracing = torch._guards.TracingContext.try_get() is not None
     return is_tracing or callable(eval_frame.get_eval_frame_callback())
 
 
-# Where Dynamo leaves a frame to Python, it would compile these two on their own. Unlike a disabled
+# Where Dynamo leaves a frame to Python, it would compile these on their own. Unlike a disabled
 # function, a skipped one still sees whether compilation is on.
 skip_code(_runners.__code__)
-skip_code(is_ours.__code__)
+for _function in (is_ours, is_guarded, _innermost, _is_compiled):
+    skip_code(_function.__code__)
 skip_code(stand_ins.is_traced_whole.__code__)
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]  # torch's
 def _run(optimizer: torch.optim.Optimizer, original: Step) -> Any:
-    stack = _runners()
-    runner = stack[-1] if stack else None
-    if runner is None:
-        return original(optimizer)
-    return runner(optimizer, original)
+    runner = _innermost().runner
+    return original(optimizer) if runner is None else runner(optimizer, original)
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]  # torch's
+def _begin_guarded(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    guard = _innermost().guard
+    assert guard is not None, "the caller has asked"
+    end: Callable[[], None] = torch.compiler.disable(guard(optimizer))
+    return end
+
+
+def _run_guarded(
+    optimizer: torch.optim.Optimizer, original: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a step that takes arguments; what it calls is compiled as usual."""
+    end = _begin_guarded(optimizer)
+    result = original(optimizer, *args, **kwargs)
+    end()
+    return result
+
+
+skip_code(_run_guarded.__code__)
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Step:
@@ -114,18 +163,21 @@ def dispatching(original: Step) -> Step:
     A closure is part of our step: where ``original`` is torch's, it is called first, as that does.
     A step that a subclass calls as its base's is part of the subclass's own.
     """
-    code = _innermost(original)
+    code = _code_of(original)
     calls_first = code.__module__.startswith("torch.optim.") and "LBFGS" not in code.__qualname__
     own = str(id(code))  # Dynamo would make an int that is not always the same dynamic
 
     @functools.wraps(original)
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not is_ours() or not stand_ins.is_own_step(self, own):
+        if (args or kwargs) and is_guarded():
+            return _run_guarded(self, original, args, kwargs)
+        is_taken = is_ours() and stand_ins.is_own_step(self, own)
+        if not is_taken or len(args) + len(kwargs) > 1 or (kwargs and "closure" not in kwargs):
+            if not torch.compiler.is_compiling():
+                settle(self)
             return original(self, *args, **kwargs)
         loss = None
         if args or kwargs:
-            if len(args) + len(kwargs) > 1 or (kwargs and "closure" not in kwargs):
-                return original(self, *args, **kwargs)
             closure = args[0] if args else kwargs["closure"]
             if not calls_first:
                 return _run_with_closure(self, original, closure)
@@ -140,7 +192,7 @@ def dispatching(original: Step) -> Step:
     return step
 
 
-def _innermost(step: Any) -> Any:
+def _code_of(step: Any) -> Any:
     while hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step
@@ -158,6 +210,7 @@ def _run_with_closure(optimizer: torch.optim.Optimizer, original: Step, closure:
             eval_frame.set_eval_frame(outside)
 
     try:
+        settle(optimizer)
         return original(optimizer, compiled)
     finally:
         eval_frame.set_eval_frame(callback)

@@ -2,7 +2,8 @@
 
 Hyperparameters, Python numbers in state and 0-dim state tensors in host memory (the step counts of
 most optimizers) are known to the host: what depends on them alone is computed there, once a tensor,
-and travels to the device in the table. What depends on a value of the device is computed there.
+and travels to the device in the table. What depends on a value of the device is computed there; so
+is what a step leaves in the host's state if the device may skip the step (``late_state``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mpcompile.codegen.expr import (
     Expr,
     Scalar,
     Store,
+    cast,
     postorder,
     scalar,
     substitute,
@@ -27,6 +29,7 @@ from mpcompile.codegen.schedule import Case, leaves
 from mpcompile.errors import CodegenError
 from mpcompile.runtime.cases import PlannedCase
 from mpcompile.runtime.classes import Member, group_tensors
+from mpcompile.runtime.late_state import LATE, NEXT, SEEN
 from mpcompile.runtime.machines import Machine
 
 ON_DEVICE = "at."
@@ -38,8 +41,13 @@ def split_all(
     members: Sequence[Member],
     optimizer: torch.optim.Optimizer,
     machine: Machine,
+    may_skip: bool = False,
 ) -> list[PlannedCase]:
-    """Return the split case of each member; equal ones are one object."""
+    """Return the split case of each member; equal ones are one object.
+
+    ``may_skip``: the device may skip a step, so it counts for itself what the host counts.
+    """
+    is_late = may_skip and not any(plan.calls or plan.copies for plan in planned)
     made: dict[tuple[int, frozenset[str]], PlannedCase] = {}
     out = []
     for member, plan in zip(members, planned, strict=True):
@@ -47,7 +55,8 @@ def split_all(
         known = names_on_host(plan, group, optimizer.state.get(member.param, {}), machine)
         key = (id(plan), known)
         if key not in made:
-            made[key] = split_case(plan, known.__contains__)
+            split = split_case(plan, known.__contains__)
+            made[key] = late_case(plan, split.host, known) if is_late else split
         out.append(made[key])
     return out
 
@@ -84,6 +93,51 @@ def split_case(planned: PlannedCase, on_host: Callable[[str], bool]) -> PlannedC
         case=Case(on_device, tuple(sums), case.temps, case.early),  # type: ignore[arg-type]
         host=Case((*host, *sent)),
     )
+
+
+def late_case(planned: PlannedCase, host: Case, known: frozenset[str]) -> PlannedCase:
+    """Return ``planned`` split so that the device counts what the host keeps in its state.
+
+    The host counts too, as if no step were skipped, and says from where to where.
+
+    Args:
+        planned: the case.
+        host: what the host would compute otherwise.
+        known: the scalars that the host knows.
+    """
+    kept = {store.buffer: store.value for store in host.stores if _is_state(store.buffer)}
+    if not kept:
+        return split_case(planned, known.__contains__)
+    roots = [store.value for store in planned.case.stores] + list(planned.case.sums)
+    found = [e for e in postorder(roots) if isinstance(e, Scalar) and e.name in kept]
+    counted: dict[Expr, Expr] = {
+        e: cast(scalar(LATE + state_key(e.name), "f64"), e.dtype) for e in found
+    }
+    values = substitute(roots, counted)
+    stores = tuple(
+        Store(LATE + state_key(s.buffer), cast(v, "f64"))
+        if s.buffer in kept
+        else Store(s.buffer, v)
+        for s, v in zip(planned.case.stores, values, strict=False)
+    )
+    sums = tuple(values[len(stores) :])
+    on_device = replace(planned, case=replace(planned.case, stores=stores, sums=sums))  # type: ignore[arg-type]
+    split = split_case(on_device, (known - kept.keys()).__contains__)
+    told = []
+    for name, value in kept.items():
+        told.append(Store(SEEN + state_key(name), cast(scalar(name, value.dtype), "f64")))
+        told.append(Store(NEXT + state_key(name), cast(value, "f64")))
+    own = tuple(Store(name, value) for name, value in kept.items())
+    return replace(split, host=Case((*own, *split.host.stores, *told)), late=tuple(kept))
+
+
+def state_key(name: str) -> str:
+    """Return the key in the state that the scalar ``name`` stands for."""
+    return name.removeprefix("number.").removeprefix("state.")
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith(("state.", "number.state."))
 
 
 def names_on_host(

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpcompile.errors import CaptureError, ConfigError
 from mpcompile.runtime.buffers import BufferSnapshots
@@ -41,12 +42,13 @@ class ScaledRegion:
         scale: whose graph it is.
         source: its number among the sources of names.
         fed: positions of the inputs that its backward gives gradients to.
-        buffers: positions of the buffers that its forward writes to.
+        buffers: positions of the buffers, and of other state, that its forward writes to.
         params: ids of the tensors at ``fed`` in the last forward.
         flag: whether its backward overflowed since the last step; of an update, whether it is
             skipped. It stays where it is, as CUDA graphs write to it.
         updates: whether the graph is an update.
         folded: names of the updates that get scaled gradients from here, and unscale them.
+        input_names: what the user calls each input, until it was told.
     """
 
     scale: LossScale
@@ -57,6 +59,7 @@ class ScaledRegion:
     flag: Tensor | None = None
     updates: bool = False
     folded: frozenset[str] = frozenset()
+    input_names: Sequence[str] = ()
 
     def prepare(self, device: torch.device, names: Iterable[str]) -> None:
         """Make room on ``device`` for what the graph notes of gradients with these names."""
@@ -67,6 +70,9 @@ class ScaledRegion:
 
     def before(self, inputs: Sequence[Any]) -> None:
         """Note who gets the gradients, and keep what the buffers hold."""
+        if self.input_names:
+            self.scale.name_parameters(zip(inputs, self.input_names, strict=False))
+            self.input_names = ()
         self.params = frozenset(id(inputs[i]) for i in self.fed)
         if self.buffers:
             self.scale.buffers.keep([inputs[i] for i in self.buffers], self)
@@ -112,6 +118,7 @@ class LossScale:
         self._lock = threading.Lock()
         self._states: dict[torch.device, DeviceState] = {}
         self._regions: list[ScaledRegion] = []
+        self._parameters = WeakTensorKeyDictionary()
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
         self._optimizers = weakref.WeakKeyDictionary()
         _scales[self.handle] = self
@@ -124,6 +131,12 @@ class LossScale:
         self.names.append(())
         self._regions.append(region)
         return region
+
+    def name_parameters(self, named: Iterable[tuple[Any, str]]) -> None:
+        """Take note of what the user calls the parameters among tensors with names."""
+        for tensor, name in named:
+            if isinstance(tensor, torch.nn.Parameter):
+                self._parameters.setdefault(tensor, name)
 
     def state(self, device: torch.device) -> DeviceState:
         """Return the state on ``device``; make it if need be."""
@@ -147,6 +160,14 @@ class LossScale:
         seed = state.seed(tangents)
         scale = torch.maximum(state[Field.SCALE] / seed, self._least(state))
         return scale, scale.reciprocal()
+
+    def whole_factors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return scale and inverse for a graph that backward begins and ends in.
+
+        An update may unscale behind it, so how the program scales its loss makes no difference.
+        """
+        state = self.state(device)
+        return state[Field.SCALE].clone(), state[Field.INVERSE].clone()
 
     def _least(self, state: DeviceState) -> Tensor:
         """A program that scales by more than we would is left alone."""
@@ -238,7 +259,10 @@ class LossScale:
         present = [i for i, grad in enumerate(grads) if grad is not None]
         if len(self.names[source]) != len(present):
             kind = type(optimizer).__name__
-            self.names[source] = tuple(f"parameter {i} of {kind}" for i in present)
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            self.names[source] = tuple(
+                self._parameters.get(params[i], f"parameter {i} of {kind}") for i in present
+            )
         return source
 
     # --- what calls do ---------------------------------------------------------------------------

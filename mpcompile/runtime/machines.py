@@ -23,6 +23,15 @@ class Module(Protocol):
         """Run the kernel ``name`` on the current stream; arguments are addresses and integers."""
 
 
+class Reading(Protocol):
+    """Numbers of a device on their way to the host."""
+
+    values: torch.Tensor
+
+    def has_arrived(self) -> bool:
+        """Whether ``values`` are there."""
+
+
 class Machine(Protocol):
     """A device that runs emitted CUDA text."""
 
@@ -43,6 +52,9 @@ class Machine(Protocol):
 
     def staged(self, data: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``data`` from which the device can read at any time."""
+
+    def read_later(self, tensor: torch.Tensor) -> Reading:
+        """Start to copy what ``tensor`` holds now to the host."""
 
     def keep_for_stream(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have memory of ``tensors`` outlive what the current stream does with them."""

@@ -29,7 +29,8 @@ from mpcompile.runtime.coupling import total_name
 from mpcompile.runtime.device_rows import DeviceRows
 from mpcompile.runtime.guards import evaluate, guards_hold
 from mpcompile.runtime.handles import can_read_grads
-from mpcompile.runtime.host_part import ON_DEVICE, split_all
+from mpcompile.runtime.host_part import ON_DEVICE, split_all, state_key
+from mpcompile.runtime.late_state import LATE, LatePart, LateState
 from mpcompile.runtime.machines import machine_of
 from mpcompile.runtime.record import KernelRecord
 from mpcompile.runtime.staging import Staging
@@ -43,10 +44,14 @@ Number = float | torch.Tensor
 
 @dataclass(frozen=True)
 class GradTreatment:
-    """How gradients reach the update; part of what an update is prepared for."""
+    """How gradients reach the update; part of what an update is prepared for.
+
+    ``may_skip``: a launch may be told to do nothing.
+    """
 
     steps: tuple[str, ...] = ("scale",)
     write: bool = False
+    may_skip: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Prepared:
         treatment: GradTreatment,
         copies: dict[torch.Tensor, torch.Tensor],
         cache_dir: Path | None,
+        late: LateState | None = None,
     ) -> None:
         self._optimizer, self.members, self.cache_dir = optimizer, list(members), cache_dir
         _check_supported(members, grads)
@@ -87,7 +93,9 @@ class Prepared:
                 raise CodegenError(
                     "fuse-updates: a step that couples its parameters has no CUDA kernel."
                 )
-            planned = split_all(planned, members, optimizer, self.machine)
+            planned = split_all(planned, members, optimizer, self.machine, treatment.may_skip)
+        if late is None and self.machine is not None and any(plan.late for plan in planned):
+            late = LateState(optimizer, self.machine)
         self.cases = list(dict.fromkeys(planned))
         name = f"{type(optimizer).__name__}: {_count(len(self.cases), 'kind')} of tensors"
         sizes = [member.param.numel() for member in members]
@@ -105,6 +113,10 @@ class Prepared:
             for param in group["params"]
             if id(param) not in with_grad
         ]
+        self.late: LatePart | None = None
+        self._late_places: dict[tuple[int, str], torch.Tensor] = {}
+        if late is not None and any(plan.late for plan in planned):
+            self.late = self._late_part(planned, late)
         self._fill(planned, grads, copies)
         if isinstance(self.rows, DeviceRows):
             self.rows.kept += [copy for _, copy in self.staging.inward]
@@ -131,6 +143,14 @@ class Prepared:
         self.phases = count_phases(self.kernel)
         self.rows = Rows(self.kernel, measure(self.kernel), *shape, build_chunks(shape[0]))
 
+    def _late_part(self, planned: Sequence[PlannedCase], late: LateState) -> LatePart:
+        """Find the device's numbers for what it counts in the place of the host."""
+        places = [(row, state_key(name)) for row, plan in enumerate(planned) for name in plan.late]
+        state = [self._optimizer.state[self.members[row].param] for row, _ in places]
+        slots = late.slots_for([(s, key) for s, (_, key) in zip(state, places, strict=True)])
+        self._late_places = {at: late.place(s) for at, s in zip(places, slots, strict=True)}
+        return LatePart(late, self.rows, slots, places)
+
     def _fill(
         self,
         planned: Sequence[PlannedCase],
@@ -150,7 +170,9 @@ class Prepared:
             group = self._optimizer.param_groups[member.group]
             mine = []
             for name in sorted(needed):
-                tensor = _tensor_of(name, member.param, group, state, copies)
+                late = self._late_places.get((row, name.removeprefix(LATE)))
+                is_late = name.startswith(LATE)
+                tensor = late if is_late else _tensor_of(name, member.param, group, state, copies)
                 if name.startswith("number."):
                     self._add_number(numbers, row, name, state, name in stored)
                 elif tensor is not None:
@@ -273,12 +295,14 @@ class Prepared:
     def take_skip(self, skip: torch.Tensor | None) -> bool:
         """Have the next launch read ``skip``; return whether it is to run.
 
-        The host reads it, and so waits, only where it keeps state that a skip must not change.
+        The host reads it, and so waits, only where it keeps what a skip must not change and the
+        device does not count for itself.
         """
         rows = self.rows
         if not isinstance(rows, DeviceRows):
             return True
-        if skip is not None and not rows.takes_skip:
+        takes_skip = rows.takes_skip and not self._analyses[0][1].group_results
+        if skip is not None and not takes_skip:
             if bool(skip.item()):
                 return False
             skip = None
@@ -294,11 +318,14 @@ class Prepared:
             name = f"input.grad_step.{position}"
             if name in self.kernel.inputs and value is not None:
                 self.rows.put_input(self.kernel.inputs.index(name), value)
-        for number in self.numbers:
-            self.rows.numbers[number.position] = number.entries[number.key]
         if self.current_grads is not self.own_grads:  # else locating them has done it
             torch.autograd.graph.increment_version(self._params)
-        self.rows.begin()
+        if self.late is not None:
+            self.late.late.begin()
+        self._begin()
+        if self.late is not None:
+            self._take_numbers()
+            self.late.late.advance(self.late, self._replay)
         self.staging.copy_in()
         begin = self.kernel.total_phases
         if begin:
@@ -309,12 +336,32 @@ class Prepared:
             else:
                 self.calls.run(self._function, run)
         self.staging.copy_out()
+        if self.late is None:
+            self._take_numbers()
+        else:
+            self.late.late.end()
+        self._write_groups()
+        self.current_grads = ()
+
+    def _begin(self) -> None:
+        """Have the host do its part of a launch."""
+        for number in self.numbers:
+            self.rows.numbers[number.position] = number.entries[number.key]
+        self.rows.begin()
+
+    def _take_numbers(self) -> None:
+        """Give the state the Python numbers that the step leaves in it."""
         for number in self.numbers:
             if number.is_stored:
                 value = self.rows.numbers_out[number.position]
                 number.entries[number.key] = int(value) if number.is_int else value
-        self._write_groups()
-        self.current_grads = ()
+
+    def _replay(self) -> None:
+        """Have the host's state go on by a step again."""
+        assert self.late is not None
+        self._begin()
+        self._take_numbers()
+        self.late.late.note_replay(self.late)
 
     def _write_groups(self) -> None:
         """Give the groups the numbers that the step leaves in them."""

@@ -31,11 +31,13 @@ class ScalePolicy:
     is_static: bool = False
 
     @classmethod
-    def from_config(cls, config: Config) -> ScalePolicy:
-        """Return the policy that the options ask for."""
+    def from_config(cls, config: Config, num_ranks: int = 1) -> ScalePolicy:
+        """Return the policy that the options ask for, on ``num_ranks`` ranks."""
         if isinstance(config.loss_scale, float):
             return cls(initial=config.loss_scale, is_static=True)
         policy = PRESETS[config.loss_scale]
+        if config.loss_scale == "fairseq":  # whose interval is one of samples
+            policy = replace(policy, growth_interval=max(policy.growth_interval // num_ranks, 1))
         given = {
             "growth_interval": config.growth_interval,
             "floor": config.scale_floor,

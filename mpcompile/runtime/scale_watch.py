@@ -7,10 +7,12 @@ arrived: on a CPU at once, on a GPU one or two steps later.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
+
+from mpcompile.runtime.machines import Reading, machine_of
 
 if TYPE_CHECKING:
     from mpcompile.runtime.loss_scale import LossScale
@@ -19,12 +21,22 @@ FALLS_IN_A_ROW = 5
 """How many steps in a row may overflow before it is worth a word."""
 
 
+@dataclass
+class _Copy:
+    """A copy of what is on the host, which has no need to travel."""
+
+    values: Tensor
+
+    def has_arrived(self) -> bool:
+        return True
+
+
 class ScaleWatch:
     """Reads the state of a loss scale late, and warns once for each trouble."""
 
     def __init__(self, scale: LossScale) -> None:
         self._scale = scale
-        self._coming: list[tuple[Tensor, torch.cuda.Event | None]] = []
+        self._coming: list[Reading] = []
         self._told: set[str] = set()
 
     def copy(self) -> None:
@@ -32,22 +44,17 @@ class ScaleWatch:
         if self._coming:
             return
         for values in self._scale.snapshot():
-            if values.device.type == "cuda":
-                kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-                kept.copy_(values, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record()
-                self._coming.append((kept, event))
-            else:
-                self._coming.append((values.cpu().clone(), None))
+            machine = machine_of(values.device)
+            copy = _Copy(values.cpu().clone()) if machine is None else machine.read_later(values)
+            self._coming.append(copy)
 
     def poll(self) -> None:
         """Look at the copies if all have arrived."""
-        if not all(event is None or event.query() for _, event in self._coming):
+        if not all(reading.has_arrived() for reading in self._coming):
             return
         coming, self._coming = self._coming, []
-        for kept, _ in coming:
-            self._look(kept)
+        for reading in coming:
+            self._look(reading.values)
 
     def _look(self, values: Tensor) -> None:
         now = self._scale.read(values)

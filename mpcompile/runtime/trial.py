@@ -19,6 +19,7 @@ from mpcompile.errors import CodegenError
 from mpcompile.runtime import dispatch
 from mpcompile.runtime.cases import SCALE
 from mpcompile.runtime.classes import Classes, Member
+from mpcompile.runtime.late_state import settle
 from mpcompile.runtime.prepared import GradTreatment, Prepared
 from mpcompile.runtime.structure import copy_attributes, flat_items
 from mpcompile.runtime.symbolic_math import symbolic_math
@@ -81,6 +82,7 @@ def check(
         if not trial.is_current(used):
             raise CodegenError("fuse-updates: the state changes while it is read.")
         trial.launch([1.0 if step == SCALE else math.inf for step in treatment.steps])
+        settle(fused.optimizer)
     _compare(before, eager, fused, TOLERANCE if prepared.calls is None else TOLERANCE_WITH_CALLS)
 
 

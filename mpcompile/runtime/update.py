@@ -19,6 +19,7 @@ from mpcompile.errors import CodegenError
 from mpcompile.runtime import dispatch, trial
 from mpcompile.runtime.classes import Classes, Member
 from mpcompile.runtime.grads import GradPlan, apply_eagerly
+from mpcompile.runtime.late_state import LateState, is_late_elsewhere, settle
 from mpcompile.runtime.loss_scale import LossScale
 from mpcompile.runtime.machines import is_awaited, waiting
 from mpcompile.runtime.norms import NormKernels
@@ -66,6 +67,7 @@ class OptimizerUpdate:
         self.handle = ""
         self.loss_scale: LossScale | None = None
         self.num_prepared = 0
+        self._late: LateState | None = None
         self._tried: set[tuple[str, bool]] = set()
 
     def set_copies(self, copies: dict[torch.Tensor, torch.Tensor]) -> None:
@@ -91,6 +93,8 @@ class OptimizerUpdate:
             plan: what happens to the gradients first.
         """
         plan = plan or GradPlan()
+        if is_late_elsewhere(self.optimizer, self._late):
+            settle(self.optimizer)
         if plan.skip is not None and (self.reason or not is_awaited(plan.skip)):
             if bool(plan.skip.item()):
                 _, norm = apply_eagerly(replace(plan, write=False), grads or [])
@@ -115,18 +119,20 @@ class OptimizerUpdate:
                 self._give_up(str(error))
                 return self._eagerly(grads, plan, self.reason)
             if own:
-                self._own[plan.steps, plan.write] = _key(grads, present, plan)
+                self._own[_treatment(plan)] = _key(grads, present, plan)
             return self._launch(prepared, present, plan)
 
     def _again(self, plan: GradPlan) -> Prepared | None:
         """Return what last ran on the parameters' ``.grad``, if it fits those of now."""
-        prepared = self.prepared.get(self._own.get((plan.steps, plan.write)))
+        prepared = self.prepared.get(self._own.get(_treatment(plan)))
         if prepared is None or self.reason or not prepared.is_current(prepared.own_grads):
             return None
         return prepared
 
     def _launch(self, prepared: Prepared, grads: Sequence[torch.Tensor], plan: GradPlan) -> Outcome:
         prepared.current_grads = grads
+        if prepared.late is None and prepared.machine is not None:
+            settle(self.optimizer)
         if not prepared.take_skip(plan.skip):
             return Outcome(fused=True, skipped=True)
         inputs, norm = plan.inputs(prepared, self.norms, grads)
@@ -152,13 +158,14 @@ class OptimizerUpdate:
         prepared = self.prepared.get(key)
         if prepared is not None and prepared.is_current(present):
             return prepared
+        settle(self.optimizer)
         if len(self.prepared) >= MAX_PREPARED:
             self.prepared.clear()
         self.num_prepared += 1
         groups = self.optimizer.param_groups
         everyone = [Member(p, g) for g, group in enumerate(groups) for p in group["params"]]
         members = [m for m, grad in zip(everyone, grads, strict=True) if grad is not None]
-        treatment = GradTreatment(plan.steps, plan.write)
+        treatment = _treatment(plan)
         without = [m for m, grad in zip(everyone, grads, strict=True) if grad is None]
         with waiting(present[0].device):
             prepared = Prepared(
@@ -169,7 +176,9 @@ class OptimizerUpdate:
                 treatment,
                 self.copies,
                 self.cache_dir,
+                self._late,
             )
+            self._late = self._late if prepared.late is None else prepared.late.late
             tried = (prepared.source, bool(without and prepared.kernel.totals))
             if tried not in self._tried:
                 trial.check(
@@ -193,6 +202,7 @@ class OptimizerUpdate:
         self, grads: Sequence[torch.Tensor | None], plan: GradPlan, reason: str
     ) -> Outcome:
         """Run the optimizer's own step on the gradients after ``plan``."""
+        settle(self.optimizer)
         if plan.skip is not None and bool(plan.skip.item()):
             return Outcome(fused=False, reason=reason, skipped=True)
         params = self._all_params()
@@ -229,7 +239,11 @@ def _key(
     """Return what a table is made for: which parameters have a gradient, and what happens to it."""
     is_whole = len(present) == len(grads)
     absent = () if is_whole else tuple(i for i, grad in enumerate(grads) if grad is None)
-    return len(grads), absent, plan.steps, plan.write
+    return len(grads), absent, _treatment(plan)
+
+
+def _treatment(plan: GradPlan) -> GradTreatment:
+    return GradTreatment(plan.steps, plan.write, plan.skip is not None)
 
 
 def _refusal(optimizer: torch.optim.Optimizer) -> str:

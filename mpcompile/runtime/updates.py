@@ -12,8 +12,10 @@ import torch
 from mpcompile.runtime import ops
 from mpcompile.runtime.grads import GradPlan
 from mpcompile.runtime.guarding import guarded_plan
+from mpcompile.runtime.late_state import settle
 from mpcompile.runtime.loss_scale import LossScale
 from mpcompile.runtime.machines import machine_of
+from mpcompile.runtime.put_back import remember
 from mpcompile.runtime.record import UpdateRecord
 from mpcompile.runtime.update import AMP_NAMES, OptimizerUpdate
 
@@ -63,6 +65,29 @@ class Updates:
             grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
             plan = guarded_plan(plan, self._loss_scale, optimizer, grads)
         self.of(optimizer, original).run(plan=plan)
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """Return what ends a step of ``optimizer`` that runs as it is, with a closure say.
+
+        Whether it is to be skipped is known when its closure has run, within it. So it is put back
+        then, for which the host waits for the device.
+        """
+        scale = self._loss_scale
+        assert scale is not None, "without one nothing is skipped"
+        settle(optimizer)
+        put_back = remember(optimizer)
+
+        def end() -> None:
+            grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+            if bool(scale.skip_for(optimizer, grads)):
+                put_back()
+
+        return end
+
+    def settle(self) -> None:
+        """Make the state of all optimizers true on the host."""
+        for optimizer in self._optimizers:
+            settle(optimizer)
 
     def records(self) -> list[UpdateRecord]:
         """Return what each update does."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpcompile.backend import last_report
-from mpcompile.capture.session import MAX_WHOLE, current_session, explain_limit
+from mpcompile.capture.session import MAX_WHOLE, current_session, explain_limit, session_of
 from mpcompile.errors import CaptureError, ConfigError
 from mpcompile.graph.roles import GraphKind
 from tests.steps import batch, classifier_step, compile_step
@@ -168,6 +170,19 @@ def test_steps_in_two_threads_have_separate_reports() -> None:
         alone = compile_step(classifier_step(index)[1])
         assert losses[index] == [alone(*batch()).item() for _ in range(3)]
         assert kinds(compiled[index]).count(GraphKind.TRAINING) == 1
+
+
+def test_session_goes_with_what_was_compiled() -> None:
+    """Not with the graphs that Dynamo keeps at the code of the step: see ``whole_run_noter``."""
+    _, step = classifier_step()
+    compiled = compile_step(step)
+    compiled(*batch())
+    assert last_report(compiled).whole
+    known: Any = session_of(compiled)
+    session = weakref.ref(known)
+    del compiled, known
+    gc.collect()
+    assert session() is None
 
 
 def test_breaks_are_named_once_with_the_users_line() -> None:

@@ -7,6 +7,7 @@ an error, and so is an access of 16 or 8 bytes to an address that is not aligned
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 from collections.abc import Sequence
@@ -191,6 +192,18 @@ class HostModule:
 
 
 @dataclass
+class HostReading:
+    """Numbers that arrive when the machine has been asked often enough."""
+
+    values: torch.Tensor
+    asks_left: int
+
+    def has_arrived(self) -> bool:
+        self.asks_left -= 1
+        return self.asks_left < 0
+
+
+@dataclass
 class HostMachine:
     """The host in the part of a CUDA device.
 
@@ -198,6 +211,8 @@ class HostMachine:
         scalars_on_host: whether 0-dim tensors count as host memory, as step counts are by default.
         rewrite: changes the text before it is compiled; for faults that must be caught.
         modules: what was loaded, by source.
+        lateness: how often one asks for numbers in vain before they are there.
+        num_waits: how often the host was allowed to wait.
     """
 
     scalars_on_host: bool = True
@@ -207,6 +222,8 @@ class HostMachine:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     modules: dict[str, HostModule] = field(default_factory=dict)
     num_uploads: int = 0
+    lateness: int = 0
+    num_waits: int = 0
 
     def load(self, source: str, cache_dir: Path | None) -> HostModule:
         if source not in self.modules:
@@ -227,9 +244,11 @@ class HostMachine:
     def keep_for_stream(self, tensors: Sequence[torch.Tensor]) -> None:
         assert all(tensor.device == self.device for tensor in tensors)
 
-    def waiting(self) -> Any:
-        import contextlib
+    def read_later(self, tensor: torch.Tensor) -> HostReading:
+        return HostReading(tensor.clone(), self.lateness)
 
+    def waiting(self) -> Any:
+        self.num_waits += 1
         return contextlib.nullcontext()
 
     @property

@@ -30,10 +30,14 @@ def test_required_accuracy_decides_the_exit_code(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_bf16_reads_more_than_97_percent(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_digits.main([*FLAGS, "--compare", "--require-accuracy", "0.97"]) == 0
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_read_more_than_97_percent(
+    dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*FLAGS, "--dtype", dtype, "--compare", "--require-accuracy", "0.97"]
+    assert train_digits.main(flags) == 0
 
-    assert re.search(r"mpcompile bfloat16 +aot_eager float32", capsys.readouterr().out)
+    assert re.search(rf"mpcompile {dtype} +aot_eager float32", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

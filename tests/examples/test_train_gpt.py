@@ -71,6 +71,17 @@ def test_bf16_run_learns_close_to_fp32_but_not_equal(
     assert "assign-precision" in half.report
 
 
+@pytest.mark.slow
+def test_fp16_run_learns_as_fp32_does(corpus: tuple[Tensor, Tensor]) -> None:
+    """The longer run of three seeds is in benchmarks/RESULTS.md."""
+    half = train_gpt.train(corpus, TINY, "mpcompile", "float16")
+    full = train_gpt.train(corpus, TINY, "eager", "float32")
+
+    assert half.losses != full.losses
+    ends = [statistics.fmean(run.losses[-5:]) for run in (half, full)]
+    assert ends[0] == pytest.approx(ends[1], rel=2e-2)  # a step that overflows is lost
+
+
 def test_equal_seeds_give_equal_losses(corpus: tuple[Tensor, Tensor], half: Run) -> None:
     again = train_gpt.train(corpus, TINY, "mpcompile", "bfloat16")
 

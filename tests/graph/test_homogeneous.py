@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mpcompile.graph.homogeneous import passes_factor_on
@@ -45,6 +46,9 @@ def last_passes(function: Function) -> bool:
         lambda g, x: torch.where(mask(), 0.0, g),
         lambda g, x: g.masked_fill(mask(), 0),
         lambda g, x: torch.maximum(g, 2 * g),
+        lambda g, x: torch.cat([g, 2 * g]),
+        lambda g, x: torch.stack([g, g]),
+        lambda g, x: F.conv1d(g, x[:, :, None]),
     ],
 )
 def test_factor_passes(function: Function) -> None:
@@ -65,6 +69,7 @@ def test_factor_passes(function: Function) -> None:
         lambda g, x: g.masked_fill(mask(), 1),
         lambda g, x: torch.maximum(g, x),
         lambda g, x: g.sign(),
+        lambda g, x: F.conv1d(g, g[:, :, None]),
     ],
 )
 def test_factor_does_not_pass(function: Function) -> None:

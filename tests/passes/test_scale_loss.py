@@ -23,7 +23,6 @@ from tests.checking import (
     check_disabled_by_name,
     check_left_alone,
     parameter,
-    trace_function,
     trace_graphs,
     trace_step,
 )
@@ -267,19 +266,85 @@ def test_two_backwards_of_a_flat_graph_are_scaled_each() -> None:
 def test_only_the_outer_of_two_nested_backwards_is_scaled() -> None:
     weight = parameter(4, 3)
 
-    def step(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        loss = F.gelu(x @ weight).square().mean()
-        (inner,) = torch.autograd.grad(loss, weight, create_graph=True)
-        (outer,) = torch.autograd.grad(inner.square().sum(), weight)
-        return inner.detach(), outer
+    def step(x: Tensor) -> Tensor:
+        (inner,) = torch.autograd.grad(
+            F.gelu(x @ weight).square().mean(), weight, create_graph=True
+        )
+        inner.square().sum().backward()
+        assert weight.grad is not None
+        return cast(Tensor, weight.grad.norm())
 
-    traced = trace_function(step, [torch.randn(5, 4), weight])
-    for node in traced.graph.nodes:  # as AOTAutograd tags them; make_fx does not
-        if (node.op == "call_function" and "backward" in node.name) or node.name.startswith("ones"):
-            nodes.mark_backward(node)
+    traced = trace_flat(step, torch.randn(5, 4))
+    expected = traced.compute()
+    scaled(traced)
+    traced.run(ScaleLoss())
+    (factors,) = traced.find("mpcompile.loss_scale")
+    ones = traced.find("aten.ones_like")
+    assert len(ones) == 2
+    assert nodes.input_nodes(factors) == ones[1:]
+    assert_same(traced.compute(), expected, rtol=1e-5)
+
+
+def test_gradient_that_is_data_of_a_later_loss_is_scaled_too() -> None:
+    """The second backward reads the first gradient twice, as data and through the convolution."""
+    kernel, other = parameter(2, 2, 3), parameter(2, 2, 3)
+
+    def step(x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(F.conv1d(x, kernel).square().sum(), x)
+        (F.conv1d(slope, other) * slope[:, :, 1:-1]).sum().backward()
+        assert other.grad is not None
+        return cast(Tensor, other.grad.norm())
+
+    traced = trace_flat(step, torch.randn(1, 2, 9, requires_grad=True))
+    expected = traced.compute()
     scaled(traced)
     traced.run(ScaleLoss())
     assert len(traced.find("mpcompile.loss_scale")) == 1
+    assert len([n for n in traced.find("aten.ones_like") if n.users]) == 2
+    assert_same(traced.compute(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_gradient_that_the_program_gives_is_scaled(dtype: str) -> None:
+    weight = parameter(4, 3)
+
+    def step(x: Tensor) -> Tensor:
+        result = F.gelu(x @ weight)
+        result.backward(torch.sign(result.detach()) * 0.25)
+        assert weight.grad is not None
+        return cast(Tensor, weight.grad.norm())
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        (traced,) = trace_graphs(step, torch.randn(5, 4), dtype=dtype)
+    traced.run(AssignPrecision(), InsertCasts())
+    expected = traced.compute()
+    scale = scaled(traced, 2.0**20)  # whose products float16 has no room for
+    traced.run(ScaleLoss())
+    (factors,) = traced.find("mpcompile.loss_scale")
+    (seed,) = nodes.input_nodes(factors)
+    assert nodes.op_name(seed) == "aten.view"
+    if dtype == "float32":
+        assert_same(traced.compute(), expected, rtol=1e-6)
+    else:
+        traced.compute()
+        assert scale.state(CPU)[Field.FOUND] == 1
+
+
+def test_gradients_of_several_scales_of_the_program_get_one_factor() -> None:
+    weight = parameter(4, 3)
+
+    def step(x: Tensor) -> Tensor:
+        F.gelu(x @ weight).mean().backward()
+        F.gelu(x @ weight).sum().backward(torch.tensor(512.0))
+        assert weight.grad is not None
+        return cast(Tensor, weight.grad.norm())
+
+    traced = trace_flat(step, torch.randn(5, 4))
+    expected = traced.compute()
+    scaled(traced)
+    traced.run(ScaleLoss())
+    assert len(traced.find("mpcompile.loss_scale")) == 1
+    assert_same(traced.compute(), expected, rtol=1e-6)
 
 
 # --- updates -------------------------------------------------------------------------------------

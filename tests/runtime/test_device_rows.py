@@ -165,18 +165,6 @@ def test_skip_is_decided_on_the_device(host_machine: HostMachine) -> None:
         assert steps == {2.0 if is_set else 3.0}
 
 
-def test_skip_is_read_where_the_host_keeps_the_counts(host_machine: HostMachine) -> None:
-    params, update = _ready()
-    host_machine.scalars_on_host = True
-    update.prepared.clear()
-    set_grads(3, params)
-    skip = torch.ones(1)
-    assert update.run(plan=GradPlan(skip=skip)).skipped
-    assert all(update.optimizer.state[p]["step"] == 2 for p in params)
-    assert not update.run(plan=GradPlan(skip=torch.zeros(1))).skipped
-    assert all(update.optimizer.state[p]["step"] == 3 for p in params)
-
-
 def test_norm_and_coefficient_stay_on_the_device(host_machine: HostMachine) -> None:
     params, update = _ready()
     update.run(plan=GradPlan(clips=(ClipNorm(0.5),)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mpcompile.errors import CaptureError
 from mpcompile.runtime.loss_scale import LossScale, find_scale, sums_of
 from mpcompile.runtime.scale_policy import PRESETS, ScalePolicy
 from mpcompile.runtime.scale_state import Field
+from tests.codegen.cuda_on_host import HostMachine
 
 CPU = torch.device("cpu")
 GOOD, BAD = torch.ones(()), torch.tensor(math.inf)
@@ -114,6 +116,18 @@ def test_options_change_a_preset() -> None:
     assert policy.initial == 1024.0  # within the bounds
     static = Config.from_options({"dtype": "fp16", "loss_scale": 128}, environ={})
     assert ScalePolicy.from_config(static) == ScalePolicy(initial=128.0, is_static=True)
+
+
+def test_interval_of_fairseq_is_shared_by_the_ranks() -> None:
+    """2**14 / world size, in fairseq's own words."""
+    fairseq = Config.from_options({"dtype": "fp16", "loss_scale": "fairseq"}, environ={})
+    assert ScalePolicy.from_config(fairseq, num_ranks=8).growth_interval == 2048
+    assert ScalePolicy.from_config(fairseq).growth_interval == 16384
+    asked = {"dtype": "fp16", "loss_scale": "fairseq", "growth_interval": 100}
+    config = Config.from_options(asked, environ={})
+    assert ScalePolicy.from_config(config, num_ranks=8).growth_interval == 100
+    torchs = Config.from_options({"dtype": "fp16", "loss_scale": "torch"}, environ={})
+    assert ScalePolicy.from_config(torchs, num_ranks=8).growth_interval == 2000
 
 
 def test_policies_are_told_in_words() -> None:
@@ -242,6 +256,20 @@ def test_falls_in_a_row_are_told_of_again_after_a_good_step() -> None:
     steps(scale, "x.xxxx")
     with pytest.warns(UserWarning, match="5 steps in a row"):
         steps(scale, "x")
+
+
+@pytest.mark.parametrize("lateness", [0, 1, 2])
+def test_falls_are_told_of_at_most_two_steps_late(lateness: int, host_machine: HostMachine) -> None:
+    """As on a GPU, whose numbers arrive when they have been asked for a few times."""
+    host_machine.lateness = lateness
+    scale = LossScale(ScalePolicy())
+    scale.was_asked = True
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps(scale, "xxxxx")
+        steps(scale, "xx")
+    assert len(caught) == 1
+    assert "steps in a row overflowed" in str(caught[0].message)
 
 
 def test_overflow_of_another_rank_skips_the_update_and_has_no_name_here() -> None:
