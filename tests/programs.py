@@ -169,3 +169,23 @@ def compare(
         for call, (a, b) in enumerate(zip(expected, run(ours, compiled, calls), strict=True)):
             found += [f"call {call}: {text}" for text in differences(a, b, tolerance)]
     return found, compiled
+
+
+def sensitivity(build: Build, calls: int = 4, relative: float = 1e-7) -> list[str]:
+    """Return, as ``compare`` does, what eager does otherwise from parameters that are rounded so.
+
+    What is all rounding (the gradient of a weight in front of a batch norm, what Adam makes of it)
+    differs as much as between eager and compiled.
+    """
+    runs = []
+    for scale in (0.0, relative):
+        torch.manual_seed(0)
+        program = build()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in program.model.parameters():
+                noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+                param.mul_(1 + scale * noise.to(param.dtype))
+        runs.append(list(run(program, program.step, calls)))
+    pairs = enumerate(zip(*runs, strict=True))
+    return [f"call {n}: {text}" for n, (a, b) in pairs for text in differences(a, b, 0.0)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
@@ -44,6 +44,10 @@ def tracing_patcher(recompile_limit: int, whole: bool) -> Callable[[], Callable[
         optimize_ddp=False,
     )
     return patcher
+
+
+UNNAMED = "step_unsupported"
+"""What Dynamo says of a break at an instruction that has no handler for breaks."""
 
 
 class GraphBreak(NamedTuple):
@@ -100,6 +104,12 @@ def traced_line() -> str:
     """Return ``file.py:12`` of the line that is being traced, or ''."""
     stack = list(torch._guards.TracingContext.extract_stack())
     return f"{stack[0].filename.rsplit('/', 1)[-1]}:{stack[0].lineno}" if stack else ""
+
+
+def refused(reason: str) -> GraphBreak:
+    """Return the break that we make for ``reason`` where the trace is now."""
+    stack = list(torch._guards.TracingContext.extract_stack())
+    return GraphBreak(f"mpcompile: {reason}", _users_line(stack, or_any=True))
 
 
 def num_compilations() -> int:
@@ -209,13 +219,17 @@ def _format_break(reason: Any) -> GraphBreak:
     lines = [line.strip() for line in str(reason.reason).splitlines() if line.strip()]
     stack = list(reason.user_stack)
     text = lines[0] if lines else ""
-    if stack and stack[-1].filename == dispatch.__file__ and stack[-1].name == "step":
+    if stack and stack[-1].filename == dispatch.__file__:
         text = dispatch.BREAK_REASON
     elif any(frame.filename.endswith(_DDP_FILE) for frame in stack):
         text = _DDP_REASON
+    return GraphBreak(text, _users_line(stack, text != dispatch.BREAK_REASON))
+
+
+def _users_line(stack: Sequence[Any], or_any: bool) -> str:
+    """Return ``file.py:12`` of the innermost frame that is not torch's or ours."""
     inside = ("/site-packages/torch/", dispatch.__file__)
     frames = [f for f in stack if not any(part in f.filename for part in inside)]
-    if not frames and text != dispatch.BREAK_REASON:
-        frames = stack
-    where = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""
-    return GraphBreak(text, where)
+    if not frames and or_any:
+        frames = list(stack)
+    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""

@@ -6,13 +6,14 @@ traced whole in the same thread. What differs then:
 - an optimizer is a plain object: stock Dynamo makes parameters static once ``param_groups`` is
   read, after which ``backward()`` finds no leaf and is silently left out;
 - ``Optimizer.step`` and gradient clipping become one op each (``runtime.ops``);
-- ``backward()`` breaks the graph, instead of doing nothing, where it finds no leaf, and where a
-  leaf has hooks, which a traced backward would not call;
+- ``backward()`` breaks the graph, instead of doing nothing, where it finds no leaf; it does, and
+  so does ``autograd.grad``, where a leaf has hooks, which a traced one would not call;
 - a value that is returned although backward has consumed its graph is detached.
 
 Private torch API, seen in 2.11 to 2.14: ``trace_rules._allowed_callable_ids``;
-``TensorVariable._collect_backward_inputs`` and
-``_method_register_hook``; ``builder.OptimizerVariable`` and ``OptimizerSource``;
+``TorchInGraphFunctionVariable._get_handlers``; ``VariableTracker.visit``;
+``TensorVariable._collect_backward_inputs`` and ``_method_register_hook``;
+``builder.OptimizerVariable`` and ``OptimizerSource``;
 ``OutputGraph._validate_outputs_safe_for_autograd_nodes``; ``SideEffects.id_to_variable``,
 ``is_modified`` and ``has_pending_mutation_of_attr``.
 """
@@ -26,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mpcompile.capture import dropped_grads, dynamo_ddp, hooks
+from mpcompile.capture import dropped_grads, dynamo_ddp, hooks, optimizer_reads
 from mpcompile.capture.dynamo_handlers import break_graph, handle, real_tensor
 from mpcompile.runtime import stand_ins
 from mpcompile.runtime.update import AMP_NAMES
@@ -40,6 +41,9 @@ class WholeTrace(Protocol):
 
     def keep_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Rely on the list of parameters of ``optimizer`` until the graph expires."""
+
+    def note_refusal(self, reason: str) -> None:
+        """Note why the graph is broken where the trace is now."""
 
 
 Finder = Callable[[], WholeTrace | None]
@@ -84,6 +88,15 @@ def _install_optimizers() -> None:
         _enter_scheduled_step(value)
         return UserDefinedObjectVariable(value, **kwargs)
 
+    build: Any = builder.VariableBuilder.__call__
+
+    def build_variable(self: Any, value: Any) -> Any:
+        found = build(self, value)
+        if _find_trace() is not None:
+            optimizer_reads.note_built(self.tx, value, found, _break)
+        return found
+
+    builder.VariableBuilder.__call__ = build_variable  # type: ignore[method-assign]
     builder.OptimizerSource = optimizer_source  # type: ignore[misc,assignment]
     builder.OptimizerVariable = optimizer_variable  # type: ignore[misc,assignment]
 
@@ -92,28 +105,18 @@ _LOOKUPS = ("var_getattr", "tp_getattro_impl")
 """How variables look up attributes: until torch 2.13, and since 2.14."""
 
 
-def _updated(tx: Any) -> set[int]:
-    """Return the identities of the optimizers whose update is in the graph being traced."""
-    found: set[int] = vars(tx.output).setdefault("_mpcompile_updated", set())
-    return found
-
-
 def _refusing_changed(lookup: Callable[..., Any]) -> Callable[..., Any]:
     """Break the graph where it reads what an update in it changes: Dynamo would see the old."""
 
     def read(self: Any, tx: Any, name: Any) -> Any:
-        if id(self.value) in _updated(tx) and _is_changed_by_step(self.value, name):
-            context = f"{type(self.value).__name__}.{name}"
-            break_graph("what an update changes is read after it", context)
-        return lookup(self, tx, name)
+        if optimizer_reads.is_changed(tx, self.value, name):
+            _break(optimizer_reads.REASON, f"{type(self.value).__name__}.{name}")
+        found = lookup(self, tx, name)
+        if _find_trace() is not None:
+            optimizer_reads.note_attribute(tx, self.value, name, found)
+        return found
 
     return read
-
-
-def _is_changed_by_step(optimizer: torch.optim.Optimizer, name: str) -> bool:
-    """Whether the attribute is the state of ``optimizer`` or a number that its class may count."""
-    is_number = isinstance(vars(optimizer).get(name), (int, float, torch.Tensor))
-    return name == "state" or (is_number and not name.startswith("_"))
 
 
 def _enter_scheduled_step(optimizer: torch.optim.Optimizer) -> None:
@@ -161,6 +164,7 @@ def _owner(wrapper: Any) -> Any:
 
 def _install_stand_ins() -> None:
     handle(stand_ins.update_in_graph, _trace_update)
+    handle(stand_ins.is_own_step, _trace_is_own_step)
     clips = {
         torch.nn.utils.clip_grad_norm_: stand_ins.clip_grad_norm,
         torch.nn.utils.clip_grad_value_: stand_ins.clip_grad_value,
@@ -185,6 +189,14 @@ def _trace_clip(original: Any, stand_in: Any, self: Any, tx: Any, *args: Any, **
     return UserFunctionVariable(stand_in).call_function(tx, list(args[:3]), kwargs)
 
 
+def _trace_is_own_step(self: Any, tx: Any, optimizer: Any, code: Any) -> Any:
+    """Answer for the class of the optimizer, which is guarded anyway."""
+    from torch._dynamo.variables.constant import ConstantVariable
+
+    value = optimizer.realize().value
+    return ConstantVariable.create(stand_ins.is_own_step(value, code.as_python_constant()))
+
+
 def _trace_update(self: Any, tx: Any, optimizer: Any, epoch: Any) -> Any:
     """Put ``mpcompile::update`` into the graph if backward is in it too, and say so."""
     from torch._dynamo.variables.constant import ConstantVariable
@@ -202,6 +214,9 @@ def _emit_update(tx: Any, optimizer: torch.optim.Optimizer, trace: WholeTrace) -
     sees such changes after the graph only.
     """
     effects = tx.output.side_effects
+    if not optimizer_reads.is_settled(tx, optimizer):
+        trace.note_refusal(optimizer_reads.REASON)
+        return False
     if _is_changed(effects, optimizer):
         return False
     grads: list[Any] = []
@@ -217,7 +232,7 @@ def _emit_update(tx: Any, optimizer: torch.optim.Optimizer, trace: WholeTrace) -
     if all(grad is None for grad in grads):
         return False
     trace.keep_parameters(optimizer)
-    _updated(tx).add(id(optimizer))
+    optimizer_reads.settle(tx, optimizer, _break)
     tx.output.create_proxy(
         "call_function",
         torch.ops.mpcompile.update.default,
@@ -257,6 +272,7 @@ def _is_changed(effects: Any, optimizer: torch.optim.Optimizer) -> bool:
 def _install_backward() -> None:
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.variables.tensor import TensorVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     collect: Any = TensorVariable._collect_backward_inputs
     register_hook: Any = TensorVariable._method_register_hook
@@ -265,7 +281,7 @@ def _install_backward() -> None:
     def collect_backward_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = collect(self, *args, **kwargs)
         if _is_left_to_regions():
-            break_graph("this step is compiled in regions, which end at backward()", "backward")
+            _break("this step is compiled in regions, which end at backward()", "backward")
         if _find_trace() is not None:
             _check_leaves(found or ())
             dropped_grads.note_backward(_current_tx().output, _reals(found or ()))
@@ -273,7 +289,7 @@ def _install_backward() -> None:
 
     def method_register_hook(self: Any, tx: Any, name: str, hook: Any) -> Any:
         if _find_trace() is not None and self.source:
-            break_graph("a hook is registered on a parameter or an input", f"Tensor.{name}")
+            _break("a hook is registered on a parameter or an input", f"Tensor.{name}")
         return register_hook(self, tx, name, hook)
 
     def validate_outputs(self: Any, rv: list[Any], tx: Any) -> None:
@@ -284,6 +300,8 @@ def _install_backward() -> None:
     for lookup in _LOOKUPS:
         if lookup in vars(TensorVariable):
             setattr(TensorVariable, lookup, _reading_pending(getattr(TensorVariable, lookup)))
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    handlers[torch.autograd.grad] = _checking_inputs(handlers[torch.autograd.grad])
     TensorVariable._collect_backward_inputs = collect_backward_inputs  # type: ignore[method-assign]
     TensorVariable._method_register_hook = method_register_hook  # type: ignore[method-assign]
     OutputGraph._validate_outputs_safe_for_autograd_nodes = validate_outputs  # type: ignore[method-assign]
@@ -309,17 +327,44 @@ def _check_leaves(leaves: Sequence[Any]) -> None:
     """Break the graph at ``backward()`` unless it can be traced truly."""
     tensors = _reals(leaves)
     if not leaves:
-        break_graph(
-            "backward() meets no parameter in this graph; they lie behind a break", "backward"
-        )
+        _break("backward() meets no parameter in this graph; they lie behind a break", "backward")
     if any(map(hooks.has_hooks, tensors)):
         hooks.forget(tensors)
-        break_graph(
-            "a parameter has gradient hooks, which a traced backward would not call", "backward"
-        )
+        _break("a parameter has gradient hooks, which a traced backward would not call", "backward")
     hooks.keep_unhooked(tensors)
     dynamo_ddp.end_backward()
     _guard_epoch()
+
+
+def _checking_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a handler of ``autograd.grad`` that breaks the graph where an input has hooks."""
+
+    def traced(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if _find_trace() is not None or _is_left_to_regions():
+            inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+            _check_own_hooks([] if inputs is None else [inputs])
+        return grad(self, tx, *args, **kwargs)
+
+    return traced
+
+
+def _check_own_hooks(variables: Sequence[Any]) -> None:
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    found: list[torch.Tensor] = []
+
+    def note(variable: Any) -> None:
+        tensor = real_tensor(variable) if isinstance(variable, TensorVariable) else None
+        found.extend([] if tensor is None else [tensor])
+
+    VariableTracker.visit(note, list(variables))
+    if any(map(hooks.has_own_hooks, found)):
+        hooks.forget(found)
+        _break("a parameter has gradient hooks, which a traced grad would not call", "grad")
+    if found:
+        hooks.keep_unhooked(found)
+        _guard_epoch()
 
 
 def _guard_epoch() -> None:
@@ -328,7 +373,8 @@ def _guard_epoch() -> None:
 
     tx = _current_tx()
     epoch: Any = stand_ins.current_epoch
-    UserFunctionVariable(epoch).call_function(tx, [], {})
+    read = UserFunctionVariable(epoch).call_function(tx, [], {})
+    read.as_python_constant()  # Dynamo guards on what is looked at
 
 
 def _current_tx() -> Any:
@@ -355,3 +401,11 @@ def _detach_consumed(graph: Any, outputs: list[Any], tx: Any) -> None:
             continue
         if collect_reachable_grad_fns([(fake, None)]) & consumed:
             outputs[index] = variable.call_method(tx, "detach", [], {})
+
+
+def _break(reason: str, context: str) -> None:
+    """Break the graph, and have the report tell why."""
+    trace = _find_trace()
+    if trace is not None:
+        trace.note_refusal(reason)
+    break_graph(reason, context)

@@ -105,9 +105,13 @@ def _segment_step(segment: Segment, function: Callable[..., Any]) -> Callable[[_
     def bind(slots: _Slots) -> Action:
         inputs = [slots.of[node] for node in segment.inputs]
         outputs = [slots.of[node] for node in segment.outputs]
+        detached = [i for i, node in enumerate(segment.inputs) if node in segment.detached]
 
         def run(env: Env) -> None:
-            found = function(*[env[slot] for slot in inputs])
+            given = [env[slot] for slot in inputs]
+            for position in detached:
+                given[position] = given[position].detach()
+            found = function(*given)
             for slot, value in zip(outputs, found, strict=True):
                 env[slot] = value
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpcompile.capture.dynamo_api import Call
-from mpcompile.capture.snapshot import reach, remember
+from mpcompile.capture.reach import reach
+from mpcompile.capture.snapshot import remember
 from mpcompile.errors import CaptureError
 from mpcompile.runtime import dispatch
 

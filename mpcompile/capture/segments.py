@@ -10,7 +10,7 @@ through the value.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,10 @@ from mpcompile.capture.carried_backward import (
 from mpcompile.graph.nodes import user_line
 
 SET_GRAD_MODE = torch._C._set_grad_enabled
-_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+AUTOCAST = _ENTER, _EXIT = (
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+)
 _DETACH = "detach"
 
 
@@ -80,12 +83,14 @@ class Segment:
         inputs: nodes of the whole graph, computed before or handed in.
         outputs: nodes of the whole graph that are read later.
         nodes: its nodes in the whole graph.
+        detached: inputs that it gets without their history.
     """
 
     gm: GraphModule
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
     nodes: frozenset[Node]
+    detached: frozenset[Node] = frozenset()
 
 
 Part = Segment | UpdateCall | ClipCall | BackwardCall
@@ -203,30 +208,50 @@ def _flush(
     """
     if not block.computes():
         return
-    mine = set(block.nodes)
     _check_autocast(block.nodes)
-    inputs = tuple(
-        dict.fromkeys(a for n in block.nodes for a in n.all_input_nodes if a not in mine)
-    )
-    outputs = tuple(n for n in block.nodes if any(user not in mine for user in n.users))
+    modes = (mode, block.mode_after(mode))
+    parts.append(build_segment(gm, block.nodes, modes, differentiable))
+
+
+def build_segment(
+    gm: GraphModule,
+    nodes: Sequence[Node],
+    modes: tuple[bool, bool],
+    differentiable: Collection[Node],
+    detached: Collection[Node] = (),
+) -> Segment:
+    """Return the segment of ``nodes``, which follow one another in ``gm``.
+
+    Args:
+        gm: the whole graph.
+        nodes: a part of it.
+        modes: the grad modes in which they begin and end.
+        differentiable: what leaves the segment with its history.
+        detached: what it gets without its history.
+    """
+    mine = set(nodes)
+    inputs = tuple(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in mine))
+    outputs = tuple(n for n in nodes if any(user not in mine for user in n.users))
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
+        if node in detached:
+            copies[node].meta["example_value"] = node.meta["example_value"].detach()
     ambient = torch.is_grad_enabled()
-    if mode != ambient:
-        graph.call_function(SET_GRAD_MODE, (mode,))
-    for node in block.nodes:
+    if modes[0] != ambient:
+        graph.call_function(SET_GRAD_MODE, (modes[0],))
+    for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    if block.mode_after(mode) != ambient:
+    if modes[1] != ambient:
         graph.call_function(SET_GRAD_MODE, (ambient,))
     graph.output(
         tuple(copies[n] if n in differentiable else _detached(graph, copies[n]) for n in outputs)
     )
     part = GraphModule(gm, graph)
     part.meta = {key: value for key, value in gm.meta.items() if key != "dynamo_compile_id"}
-    parts.append(Segment(part, inputs, outputs, frozenset(mine)))
+    return Segment(part, inputs, outputs, frozenset(mine), frozenset(detached))
 
 
 def _detached(graph: Graph, node: Node) -> Node:

@@ -116,6 +116,10 @@ class Session:
             return False
         return not self.is_left_to_regions()
 
+    def captures_whole(self) -> bool:
+        """Whether steps become one graph where they can; the user may ask for regions."""
+        return self._whole
+
     def is_left_to_regions(self) -> bool:
         """Whether the function that is being traced was found not to be one graph."""
         frame = dynamo_api.current_frame()
@@ -161,6 +165,10 @@ class Session:
         """Return why a graph cannot take the place of ``ddp``, or nothing."""
         return self.sync.refusal_of(ddp)
 
+    def note_refusal(self, reason: str) -> None:
+        """Note why we break the graph; Dynamo does not always tell, or gives the function up."""
+        self.report.add_break(*dynamo_api.refused(reason))
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Be the session that graphs belong to, for one call in this thread."""
@@ -171,6 +179,7 @@ class Session:
         stack.append(self)
         position = dynamo_api.num_breaks()
         self._parameters.check()
+        hooks.check()
         replay = self._begin_replay()
         remedies.install_for_imported()
         restore_tracing = self._set_tracing()
@@ -255,8 +264,10 @@ class Session:
 
     def _finish_call(self, position: int) -> None:
         """Note what the call broke on; Dynamo leaves a context without telling of an error."""
+        explained = {line for _, line in self.report.breaks}
         for found in dynamo_api.breaks_since(position):
-            self.report.add_break(found.reason, found.line)
+            if found.reason != dynamo_api.UNNAMED or found.line not in explained:
+                self.report.add_break(found.reason, found.line)
         if self.updates.num_prepared() != self._num_prepared:
             self._num_prepared = self.updates.num_prepared()
             self.report.updates = self.updates.records()

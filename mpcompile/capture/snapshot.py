@@ -1,8 +1,7 @@
 """Run a step and leave no trace: remember what it can reach, put it back afterwards.
 
-A step is a function over a model and an optimizer that it finds in its closure, its globals, its
-``self`` or its arguments. From there the walk follows functions, containers and attributes. What it
-meets is remembered by value (tensors, random state) or one level deep (lists, dicts, attributes).
+What the walk of ``reach`` meets is remembered by value (tensors, arrays, random state) or one level
+deep (lists, dicts, attributes).
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpcompile.capture.reach import cell_value, class_data, reach, slots, variables
 from mpcompile.runtime.late_state import settle
 
 Undo = Callable[[], None]
 
-_MAX_OBJECTS = 100_000  # a walk that gets this far has left the step and is in the interpreter
 _ITERATORS: tuple[Any, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
-_OPAQUE = (types.ModuleType, type, str, bytes, int, float, bool, complex, type(None))
 
 
 @contextmanager
@@ -60,78 +58,6 @@ def remember(*roots: object) -> Undo:
     return put_back
 
 
-def reach(*roots: object) -> Iterator[object]:
-    """Yield everything that a step can get at from ``roots``, each thing once."""
-    yield from _walk(roots)
-
-
-def _walk(roots: tuple[object, ...]) -> Iterator[object]:
-    seen: set[int] = set()
-    pending: list[object] = list(roots)
-    while pending and len(seen) < _MAX_OBJECTS:
-        item = pending.pop()
-        if id(item) in seen or isinstance(item, _OPAQUE):
-            continue
-        seen.add(id(item))
-        yield item
-        pending.extend(_children(item))
-
-
-def _children(item: object) -> Iterator[object]:
-    if isinstance(item, Tensor):
-        yield item.grad if item.is_leaf else None
-    elif isinstance(item, (list, tuple, set, frozenset, collections.deque)):
-        yield from item
-    elif isinstance(item, dict):
-        yield from item.keys()
-        yield from item.values()
-    elif isinstance(item, functools.partial):
-        yield from (item.func, item.args, item.keywords)
-    elif isinstance(item, types.MethodType):
-        yield from (item.__self__, item.__func__)
-    elif isinstance(item, types.FunctionType):
-        if not _is_machinery(item.__module__):
-            yield from _children_of_function(item)
-    elif not _is_of_torch(item):
-        yield getattr(item, "__dict__", None)
-
-
-def _is_of_torch(item: object) -> bool:
-    """Torch's machinery and ours, models and optimizers aside, is not the step's state."""
-    if isinstance(item, (torch.nn.Module, Optimizer)):
-        return False
-    module = type(item).__module__
-    return _is_machinery(module) and not module.startswith(("torch.optim", "torch.nn"))
-
-
-def _is_machinery(module: str | None) -> bool:
-    """Whether what ``module`` holds is torch's or ours, and remembers nothing of the step."""
-    return (module or "").partition(".")[0] in ("torch", "mpcompile")
-
-
-def _children_of_function(function: types.FunctionType) -> Iterator[object]:
-    yield from (function.__defaults__, function.__kwdefaults__)
-    for cell in function.__closure__ or ():
-        yield _cell_value(cell)
-    for name in _global_names(function.__code__):
-        yield function.__globals__.get(name)
-    yield getattr(function, "__wrapped__", None)
-
-
-def _cell_value(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
-
-
 def _remember(item: object) -> Iterator[Undo]:
     if isinstance(item, Tensor):
         yield _remember_tensor(item)
@@ -146,9 +72,30 @@ def _remember(item: object) -> Iterator[Undo]:
         yield functools.partial(iterator.__setstate__, iterator.__reduce__()[-1])
     elif isinstance(item, types.FunctionType):
         for cell in item.__closure__ or ():
-            yield functools.partial(_refill_cell, cell, _cell_value(cell))
-        for name in set(_global_names(item.__code__)) & item.__globals__.keys():
-            yield functools.partial(item.__globals__.__setitem__, name, item.__globals__[name])
+            yield functools.partial(_refill_cell, cell, cell_value(cell))
+        for names, name in variables(item):
+            yield functools.partial(names.__setitem__, name, names[name])
+    elif isinstance(item, type):
+        yield functools.partial(_refill_class, item, class_data(item))
+    else:
+        yield from _remember_object(item)
+
+
+def _remember_object(item: Any) -> Iterator[Undo]:
+    numpy = sys.modules.get("numpy")
+    if isinstance(item, torch.Generator):
+        yield functools.partial(_set_state, item, item.get_state())
+    elif isinstance(item, random.Random):
+        yield functools.partial(item.setstate, item.getstate())
+    elif numpy and isinstance(item, numpy.ndarray):
+        yield functools.partial(numpy.copyto, item, item.copy())
+    elif numpy and isinstance(item, numpy.random.Generator):
+        source, state = item.bit_generator, item.bit_generator.state
+        yield functools.partial(setattr, source, "state", state)
+    else:
+        known = list(slots(item))
+        if known:
+            yield functools.partial(_refill_slots, item, known)
 
 
 def _remember_tensor(tensor: Tensor) -> Undo:
@@ -179,8 +126,30 @@ def _refill(target: Any, content: Any) -> None:
 
 
 def _refill_cell(cell: types.CellType, value: object) -> None:
-    if _cell_value(cell) is not value:
+    if cell_value(cell) is not value:
         cell.cell_contents = value
+
+
+def _refill_class(cls: type, data: dict[str, Any]) -> None:
+    now = class_data(cls)
+    for name in now.keys() - data.keys():
+        type.__delattr__(cls, name)
+    for name, value in data.items():
+        if name not in now or now[name] is not value:
+            type.__setattr__(cls, name, value)
+
+
+def _refill_slots(item: object, known: list[tuple[Any, object]]) -> None:
+    was_set = {id(member) for member, _ in known}
+    for member, _ in list(slots(item)):
+        if id(member) not in was_set:
+            member.__delete__(item)
+    for member, value in known:
+        member.__set__(item, value)
+
+
+def _set_state(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
 
 
 def _remember_random() -> Undo:

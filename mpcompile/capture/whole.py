@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 
 from mpcompile.capture import changing_numbers, dynamo_api
 from mpcompile.capture.carried_backward import BackwardCall, has_history
+from mpcompile.capture.cuts import compile_apart
 from mpcompile.capture.program import Unfinished, build_program
 from mpcompile.capture.regions import compile_region
 from mpcompile.capture.scaling import UpdateReads
@@ -50,8 +51,7 @@ def compile_graph(gm: GraphModule, inputs: Sequence[Any], session: Session) -> C
         synchronised.check_parts(parts)
         with changing_numbers.staying_free(numbers.values()):
             if not parts:
-                values, buckets = [given[node] for node in placeholders], synchronised.buckets
-                region = compile_region(gm, values, session, buckets=buckets)
+                region = compile_apart(gm, given, session, synchronised.buckets)
                 return synchronised.around(region, session)
             unfinished = Unfinished()
             program, told = _compile_parts(

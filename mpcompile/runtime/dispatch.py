@@ -6,7 +6,8 @@ took a reference earlier (a learning-rate scheduler, ``torch.compile(opt.step)``
 
 Private torch API, seen in 2.11 to 2.14: ``Optimizer.profile_hook_step`` and the ``func`` in the
 closure of what it returns; ``torch._dynamo.assume_constant_result``;
-``torch._C._dynamo.eval_frame.get_eval_frame_callback``; ``torch._dynamo.eval_frame.skip_code``.
+``torch._C._dynamo.eval_frame.get_eval_frame_callback`` and ``set_eval_frame``;
+``torch._dynamo.eval_frame.skip_code``.
 """
 
 from __future__ import annotations
@@ -163,22 +164,65 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Step:
 
 
 def dispatching(original: Step) -> Step:
-    """Return a step that is ``original`` except where our step runs."""
+    """Return a step that is ``original`` except where our step runs.
+
+    A closure is part of our step: where ``original`` is torch's, it is called first, as that does.
+    A step that a subclass calls as its base's is part of the subclass's own.
+    """
+    code = _code_of(original)
+    calls_first = code.__module__.startswith("torch.optim.") and "LBFGS" not in code.__qualname__
+    own = str(id(code))  # Dynamo would make an int that is not always the same dynamic
 
     @functools.wraps(original)
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if (args or kwargs) and is_guarded():
             return _run_guarded(self, original, args, kwargs)
-        if args or kwargs or not is_ours():
+        is_taken = is_ours() and stand_ins.is_own_step(self, own)
+        if not is_taken or len(args) + len(kwargs) > 1 or (kwargs and "closure" not in kwargs):
             if not torch.compiler.is_compiling():
                 settle(self)
             return original(self, *args, **kwargs)
-        if stand_ins.update_in_graph(self, stand_ins.EPOCH):
-            return None
-        return _run(self, original)
+        loss = None
+        if args or kwargs:
+            closure = args[0] if args else kwargs["closure"]
+            if not calls_first:
+                return _run_with_closure(self, original, closure)
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+        if not stand_ins.update_in_graph(self, stand_ins.EPOCH):
+            _run(self, original)
+        return loss
 
     step.is_mpcompile_dispatcher = True  # type: ignore[attr-defined]  # a mark on a function
     return step
+
+
+def _code_of(step: Any) -> Any:
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
+
+
+def _run_with_closure(optimizer: torch.optim.Optimizer, original: Step, closure: Any) -> Any:
+    """Run ``original``, which may call ``closure`` whenever it likes; only that is compiled."""
+    callback = eval_frame.set_eval_frame(None)
+
+    def compiled() -> Any:
+        outside = eval_frame.set_eval_frame(callback)
+        try:
+            return closure()
+        finally:
+            eval_frame.set_eval_frame(outside)
+
+    try:
+        settle(optimizer)
+        return original(optimizer, compiled)
+    finally:
+        eval_frame.set_eval_frame(callback)
+
+
+skip_code(_run_with_closure.__code__)
 
 
 def _zero_grad_dispatching(stock: Callable[..., None]) -> Callable[..., None]:

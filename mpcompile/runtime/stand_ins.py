@@ -50,6 +50,14 @@ def is_traced_whole() -> bool:
     return torch._guards.TracingContext.try_get() is not None and _traces_whole()
 
 
+def is_own_step(optimizer: Optimizer, code: str) -> bool:
+    """Whether the step of identity ``code`` is the one that the class of ``optimizer`` defines."""
+    step: object = type(optimizer).step
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return str(id(step)) == code
+
+
 def update_in_graph(optimizer: Optimizer, epoch: str) -> bool:
     """Put the update of ``optimizer`` into the graph; return whether that was done."""
     return False

@@ -13,4 +13,4 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("seed", range(6))
 def test_random_program_trains_as_eager(seed: int) -> None:
     finding = check(seed, disable=["fuse-updates"])
-    assert finding.kind in ("same", "rounded"), finding
+    assert finding.kind in ("same", "rounded", "noise"), finding

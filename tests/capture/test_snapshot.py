@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import functools
 import random
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -302,3 +304,93 @@ def test_deque_and_what_it_holds_are_restored() -> None:
     (kept,) = recent
     assert kept is weight
     assert weight.tolist() == [1, 1]
+
+
+class Counts:
+    """Keeps its state on the class, as trainers with one instance do."""
+
+    steps = 0
+    losses: ClassVar[list[float]] = []
+    table: ClassVar[dict[str, int]] = {}
+
+
+class CountsMore(Counts):
+    """Inherits a counter."""
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    count: int = 0
+    late: Any = dataclasses.field(init=False)
+
+
+def test_data_of_classes_is_restored() -> None:
+    def step() -> None:
+        Counts.steps += 1
+        Counts.losses.append(1.0)
+        Counts.table["a"] = 1
+        Counts.late = 1  # type: ignore[attr-defined]
+        CountsMore.steps = 5
+
+    with restored(step):
+        step()
+        assert (Counts.steps, Counts.losses, CountsMore.steps) == (1, [1.0], 5)
+    assert (Counts.steps, Counts.losses, Counts.table) == (0, [], {})
+    assert CountsMore.steps == 0
+    assert not hasattr(Counts, "late")
+    assert "steps" not in vars(CountsMore)
+
+
+def test_class_of_an_object_is_restored() -> None:
+    counts = CountsMore()
+
+    def step() -> None:
+        type(counts).steps += 1
+        Counts.steps += 1
+
+    with restored(step):
+        step()
+    assert (CountsMore.steps, Counts.steps) == (0, 0)
+
+
+settings: Any = types.ModuleType("settings_of_the_user")
+settings.count = 0
+
+
+def counting_step() -> None:
+    counting_step.calls += 1  # type: ignore[attr-defined]
+    settings.count += 1
+
+
+counting_step.calls = 0  # type: ignore[attr-defined]
+
+
+def test_attributes_of_functions_and_variables_of_modules_are_restored() -> None:
+    with restored(counting_step):
+        counting_step()
+        assert settings.count == 1
+    assert (counting_step.calls, settings.count) == (0, 0)  # type: ignore[attr-defined]
+
+
+def test_slots_are_restored() -> None:
+    slots, full = Slots(), Slots()
+    full.late = 1
+    with restored([slots, full]):
+        slots.count, slots.late = 1, 2
+        del full.late
+    assert (slots.count, full.late) == (0, 1)
+    assert not hasattr(slots, "late")
+
+
+def test_arrays_and_generators_are_restored() -> None:
+    array, of_numpy = np.zeros(2), np.random.default_rng(0)
+    of_torch, of_python = torch.Generator().manual_seed(0), random.Random(0)
+
+    def draw() -> tuple[Any, ...]:
+        array[0] += 1
+        drawn = torch.rand(1, generator=of_torch).item()
+        return of_numpy.random(), drawn, of_python.random(), array.tolist()
+
+    with restored(draw):
+        first = draw()
+    assert draw() == first

@@ -5,19 +5,27 @@ from __future__ import annotations
 import pytest
 
 from mpcompile.backend import last_report
-from tests.capture.patterns import calls, carried, clipping, gradients, hooks, models, optimizers
-from tests.capture.patterns.registry import IN_REGIONS, PATTERNS, ROUNDED
-from tests.programs import compare
-
-_MODULES = (
+from tests.capture.patterns import (
     calls,
     carried,
     clipping,
+    closures,
     gradients,
+    habits,
     hooks,
     models,
+    node_hooks,
+    optimizer_reads,
     optimizers,
-)  # register their patterns
+    python_state,
+)
+from tests.capture.patterns.registry import IN_REGIONS, PATTERNS, ROUNDED
+from tests.programs import compare
+
+_MODULES = (  # register their patterns
+    *(calls, carried, clipping, closures, gradients, habits, hooks, models),
+    *(node_hooks, optimizer_reads, optimizers, python_state),
+)
 # A warning that is an error here would end Dynamo's trace, not the eager step.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 FUSED = ("zero_grad_first", "accumulation_across_calls", "clip_by_norm_with_visible_gradients")

@@ -15,7 +15,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from tests.fuzzing.models import CLASSES, random_model
 from tests.programs import Program
-from tests.runtime.optimizers import AdamWithEma, Lamb, Lion
+from tests.runtime.optimizers import AdamWithEma, CountsInGroup, Lamb, Lion, WarmsUp
 
 Params = Iterable[Any]
 _OPTIMIZERS: dict[str, Callable[[Params], Optimizer]] = {
@@ -37,17 +37,23 @@ _OPTIMIZERS: dict[str, Callable[[Params], Optimizer]] = {
     "lamb": lambda p: Lamb(p, lr=0.01),
     "lion": lambda p: Lion(p, lr=0.001),
     "adam with average": lambda p: AdamWithEma(p, lr=0.01),
+    "counts in group": lambda p: CountsInGroup(p, lr=0.1),
+    "warms up": lambda p: WarmsUp(p, lr=0.1),
 }
 _ZERO = ("first", "last", "both", "never", "to zero first", "to zero last", "model", "outside")
 _CLIP = ("no", "no", "norm", "value", "both", "inf", "by hand", "some", "norm as number")
-_BACKWARD = ("once", "once", "chunks", "retain", "grad", "inputs", "two losses", "penalty")
+_BACKWARD = (
+    "once", "once", "chunks", "retain", "grad", "inputs", "two losses", "penalty", "closure",
+)  # fmt: skip
 _AFTER = ("nothing", "nothing", "nothing", "average", "clamp", "evaluate", "scheduler")
 _EDIT = ("no", "no", "no", "scale", "noise", "replace", "data", "read")
 _RETURN = ("loss", "undetached", "dict", "item", "gradients")
 _BETWEEN = (
     "nothing", "nothing", "rate", "freeze", "load", "evaluate", "hook", "data", "clear", "eager",
-    "train mode", "add group", "optimizer hook", "reverse", "set gradients",
+    "train mode", "add group", "optimizer hook", "reverse", "set gradients", "node hook",
 )  # fmt: skip
+_READS = ("no", "no", "before", "after", "both")
+_NUMBERS = ("lr", "k", "range", "steps")
 _LOSS = ("cross entropy", "mse", "smooth", "bce", "smoothed cross entropy")
 
 
@@ -64,6 +70,7 @@ class Choices:
     after: str
     result: str
     between: str
+    reads: str
     loss: str
     lengths: bool
     skips: bool
@@ -83,6 +90,7 @@ class Choices:
             after=rng.choice(_AFTER),
             result=rng.choice(_RETURN),
             between=rng.choice(_BETWEEN),
+            reads=rng.choice(_READS),
             loss=rng.choice(_LOSS),
             lengths=rng.random() < 0.2,
             skips=rng.random() < 0.15,
@@ -100,6 +108,18 @@ class Parts:
     schedulers: list[Any] = field(default_factory=list)
     average: list[Tensor] = field(default_factory=list)
     log: list[Any] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+
+    def numbers(self, at: str) -> Any:
+        """Return what the step reads of its optimizers before or after the update."""
+        if self.choices.reads not in (at, "both"):
+            return None
+        groups = [opt.param_groups[0] for opt in self.optimizers]
+        return [group[name] for group in groups for name in _NUMBERS if name in group]
+
+    def takes_closure(self) -> bool:
+        """Whether the first optimizer calls a closure."""
+        return type(self.optimizers[0]).__module__.startswith("torch")
 
     def params(self) -> list[nn.Parameter]:
         """Return the parameters that train, each once."""
@@ -230,26 +250,48 @@ def build_step(parts: Parts) -> Callable[..., Any]:
     def step(x: Tensor, labels: Tensor, update: bool) -> Any:
         if choices.counts:
             parts.log.append(len(parts.log))
-        _clear(parts, "first")
-        loss = _backward(parts, x, labels)
-        edited, norm, after = _edit(parts), None, None
-        if update:
-            norm = _clip(parts)
-            for opt in parts.optimizers:
-                opt.step()
-            after = _after(parts, x, labels)
-            _clear(parts, "last")
-        if choices.result == "undetached":
-            return loss, after
-        if choices.result == "item":
-            return loss.item(), norm, after
-        if choices.result == "dict":
-            return {"loss": loss.detach(), "norm": norm, "after": after, "edited": edited}
-        if choices.result == "gradients":
-            return [p.grad for p in parts.params()], loss.detach(), after
-        return loss.detach(), after
+        seen = [parts.numbers("before")]
+
+        def closure() -> Tensor:
+            _clear(parts, "first")
+            loss = _backward(parts, x, labels)
+            seen.append(_edit(parts))
+            return loss
+
+        if not update:
+            return _result(parts, closure(), seen)
+        loss = _update(parts, closure, seen)
+        seen += [parts.numbers("after"), _after(parts, x, labels)]
+        _clear(parts, "last")
+        return _result(parts, loss, seen)
 
     return step
+
+
+def _update(parts: Parts, closure: Callable[[], Tensor], seen: list[Any]) -> Tensor:
+    """Go back and update; a closure is called by the first optimizer."""
+    if parts.choices.backward == "closure" and parts.takes_closure():
+        loss: Any = parts.optimizers[0].step(closure)  # type: ignore[arg-type]  # any number does
+        others = parts.optimizers[1:]
+    else:
+        loss, others = closure(), parts.optimizers
+        seen.append(_clip(parts))
+    for opt in others:
+        opt.step()
+    return loss  # type: ignore[no-any-return]
+
+
+def _result(parts: Parts, loss: Tensor, seen: list[Any]) -> Any:
+    kind = parts.choices.result
+    if kind == "undetached":
+        return loss, seen
+    if kind == "item":
+        return loss.item(), seen
+    if kind == "dict":
+        return {"loss": loss.detach(), "seen": seen}
+    if kind == "gradients":
+        return [p.grad for p in parts.params()], loss.detach(), seen
+    return loss.detach(), seen
 
 
 def _freeze(parts: Parts, call: int) -> None:
@@ -273,6 +315,14 @@ def _add_group(parts: Parts, call: int) -> None:
 def _hook_parameter(parts: Parts, call: int) -> None:
     hook: Any = lambda grad: grad * 2  # noqa: E731  # register_hook is not typed
     list(parts.model.parameters())[-1].register_hook(hook)
+
+
+def _hook_node(parts: Parts, call: int) -> None:
+    param = list(parts.model.parameters())[-1]
+    path: Any = param.view_as(param).grad_fn
+    node = path.next_functions[0][0] if path is not None else None
+    if node is not None:
+        parts.kept += [node, node.register_prehook(lambda grads: (grads[0] * 2,))]
 
 
 def _hook_optimizer(parts: Parts, call: int) -> None:
@@ -304,6 +354,7 @@ _EACH_CALL: dict[str, Change] = {
 }
 _ONCE: dict[str, Change] = {
     "hook": _hook_parameter,
+    "node hook": _hook_node,
     "clear": lambda parts, call: parts.optimizers[0].state.clear(),
     "add group": _add_group,
     "optimizer hook": _hook_optimizer,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mpcompile.capture import dynamo_api
+from mpcompile.capture import dynamo_api, optimizer_reads
 from mpcompile.runtime.stand_ins import is_traced_whole
 
 _GROWING: tuple[Any, ...] = (list, collections.deque)
@@ -105,6 +105,8 @@ def _is_plain(variable: Any) -> bool:
     """
     from torch._dynamo.variables import ConstDictVariable, ListVariable, TupleVariable
 
+    if optimizer_reads.is_unread(variable):
+        return True
     item = variable.realize()
     if type(item) in (ListVariable, TupleVariable) and not item.source:
         return all(map(_is_plain, item.items))

@@ -66,6 +66,18 @@ def hook_of_a_parameter_added_later() -> Program:
 
 
 @pattern(whole=False)
+def hook_of_a_parameter_added_later_where_nothing_is_updated() -> Program:
+    model = network()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    return _at(Program(step, model, [], pair), {2: lambda: model[0].weight.register_hook(_double)})
+
+
+@pattern(whole=False)
 def hook_of_a_parameter_added_later_and_removed() -> Program:
     model, _, program = _program()
     handles: list[Any] = []

@@ -230,40 +230,6 @@ def loss_after_the_update() -> Program:
 
 
 @pattern(whole=False)
-def closure() -> Program:
-    model = network()
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x: Tensor, y: Tensor) -> Any:
-        def closure() -> Tensor:
-            opt.zero_grad()
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            return loss
-
-        return opt.step(closure)
-
-    return Program(step, model, [opt], pair)
-
-
-@pattern(whole=False)
-def closure_of_lbfgs() -> Program:
-    model = network()
-    opt = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-    def step(x: Tensor, y: Tensor) -> Any:
-        def closure() -> Tensor:
-            opt.zero_grad()
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            return loss
-
-        return opt.step(closure)
-
-    return Program(step, model, [], pair)
-
-
-@pattern(whole=False)
 def rate_written_inside() -> Program:
     model = network()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)

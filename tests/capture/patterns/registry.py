@@ -17,11 +17,14 @@ ROUNDED: set[str] = set()
 """Patterns whose sums eager rounds in another order."""
 
 
-def pattern(*, whole: bool = True, rounds: bool = False) -> Callable[[Build], Build]:
-    """Register a program under the name of the function that builds it."""
+def pattern(
+    given: str = "", *, whole: bool = True, rounds: bool = False
+) -> Callable[[Build], Build]:
+    """Register a program under a name, by default that of the function that builds it."""
 
     def add(build: Build) -> Build:
-        name = build.__name__.strip("_")
+        name = given or build.__name__.strip("_")
+        assert name not in PATTERNS, name
         PATTERNS[name] = build
         if not whole:
             IN_REGIONS.add(name)
