@@ -222,7 +222,7 @@ def _run_with_closure(optimizer: torch.optim.Optimizer, original: Step, closure:
         eval_frame.set_eval_frame(callback)
 
 
-skip_code(_run_with_closure.__code__)
+_run_with_closure = torch._dynamo.disable(_run_with_closure, recursive=False)  # Dynamo stays out
 
 
 def _zero_grad_dispatching(stock: Callable[..., None]) -> Callable[..., None]:

@@ -44,11 +44,10 @@ def test_a_parameter_that_has_changed_is_an_error_as_in_eager() -> None:
         train(carried.backward_through_a_parameter_that_has_changed(), dtype="float32")
 
 
-def test_differentiating_twice_across_an_update_is_refused_with_the_line() -> None:
+def test_differentiating_twice_across_an_update_is_left_to_regions_with_the_line() -> None:
     program = carried.gradient_penalty_across_an_update()
     step = compile_step(program.step, dtype="float32")
-    with pytest.raises(RuntimeError):
-        step(*pair(0))
+    step(*pair(0))
     reason, line = last_report(step).breaks[0]
     assert "differentiated again" in reason
     assert "carried.py" in line

@@ -19,7 +19,7 @@ from tests.capture.patterns import (
     optimizers,
     python_state,
 )
-from tests.capture.patterns.registry import IN_REGIONS, PATTERNS, ROUNDED
+from tests.capture.patterns.registry import IN_REGIONS, PATTERNS, TOLERANCE
 from tests.programs import compare
 
 _MODULES = (  # register their patterns
@@ -33,7 +33,7 @@ FUSED = ("zero_grad_first", "accumulation_across_calls", "clip_by_norm_with_visi
 
 @pytest.mark.parametrize("name", sorted(PATTERNS))
 def test_pattern_trains_as_eager_to_the_last_bit(name: str) -> None:
-    tolerance = 1e-6 if name in ROUNDED else 0.0
+    tolerance = TOLERANCE.get(name, 0.0)
     found, compiled = compare(PATTERNS[name], tolerance=tolerance, disable=["fuse-updates"])
     assert found == []
     breaks = last_report(compiled).breaks

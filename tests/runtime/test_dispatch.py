@@ -107,10 +107,33 @@ def test_code_excluded_from_compilation_meets_the_original() -> None:
     assert recorder.seen == []
 
 
-def test_closure_meets_the_original() -> None:
-    optimizer, recorder = _optimizer(), Recorder()
+def test_closure_of_torchs_optimizers_is_called_before_our_update() -> None:
+    optimizer, calls = _optimizer(), list[str]()
+
+    def closure() -> float:
+        calls.append("closure")
+        return 0.0
+
+    def ours(optimizer: torch.optim.Optimizer, original: Any) -> None:
+        calls.append("update")
+
+    with dispatch.running(ours):
+        _compiled(lambda: optimizer.step(closure))()
+    assert calls == ["closure", "update"]
+
+
+def test_closure_that_may_be_called_more_than_once_meets_the_original() -> None:
+    params, recorder = parameters(), Recorder()
+    optimizer = torch.optim.LBFGS(params, lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = sum((param.square().sum() for param in params), torch.zeros(()))
+        loss.backward()
+        return loss
+
     with dispatch.running(recorder):
-        _compiled(lambda: optimizer.step(lambda: 0.0))()
+        _compiled(lambda: optimizer.step(closure))()
     assert recorder.seen == []
 
 

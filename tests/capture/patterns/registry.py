@@ -13,12 +13,12 @@ from tests.programs import Build
 PATTERNS: dict[str, Build] = {}
 IN_REGIONS: set[str] = set()
 """Patterns that are not captured whole; the report says why."""
-ROUNDED: set[str] = set()
-"""Patterns whose sums eager rounds in another order."""
+TOLERANCE: dict[str, float] = {}
+"""How far patterns may be from eager that it rounds in another order, relative to the largest."""
 
 
 def pattern(
-    given: str = "", *, whole: bool = True, rounds: bool = False
+    given: str = "", *, whole: bool = True, tolerance: float = 0.0
 ) -> Callable[[Build], Build]:
     """Register a program under a name, by default that of the function that builds it."""
 
@@ -28,8 +28,8 @@ def pattern(
         PATTERNS[name] = build
         if not whole:
             IN_REGIONS.add(name)
-        if rounds:
-            ROUNDED.add(name)
+        if tolerance:
+            TOLERANCE[name] = tolerance
         return build
 
     return add
