@@ -139,9 +139,13 @@ def class_data(cls: type) -> dict[str, Any]:
 
 
 def slots(item: object) -> Iterator[tuple[Any, object]]:
-    """Yield each slot of an object of a user's class that has a value, as descriptor and value."""
+    """Yield each slot of an object of a user's class that has a value, as descriptor and value.
+
+    A class that is written in C has members too, which it alone may set.
+    """
     for cls in type(item).__mro__ if _is_users(type(item).__module__) else ():
-        for member in vars(cls).values() if _is_users(cls.__module__) else ():
+        is_python = _is_users(cls.__module__) and "__slots__" in vars(cls)
+        for member in vars(cls).values() if is_python else ():
             if isinstance(member, types.MemberDescriptorType):
                 try:
                     yield member, member.__get__(item)

@@ -372,6 +372,13 @@ def test_attributes_of_functions_and_variables_of_modules_are_restored() -> None
     assert (counting_step.calls, settings.count) == (0, 0)  # type: ignore[attr-defined]
 
 
+def test_members_of_classes_in_c_are_left_alone() -> None:
+    called: dict[str, Any] = {"function": np.isnan}
+    with restored([called]):
+        called["function"] = np.isinf
+    assert called["function"] is np.isnan
+
+
 def test_slots_are_restored() -> None:
     slots, full = Slots(), Slots()
     full.late = 1
