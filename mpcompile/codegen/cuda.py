@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpcompile.codegen.cuda_frame import BLOCK, FIELDS, PRELUDE, RESIDENT, THREADS
+from mpcompile.codegen.cuda_frame import BLOCK, FIELDS, PRELUDE, THREADS, resident_blocks
 from mpcompile.codegen.emitter import Block, indent, with_sources
 from mpcompile.codegen.expr import BYTES, Expr, Load, Reduce, Scalar, Store, postorder
 from mpcompile.codegen.schedule import Kernel, Phase, Schedule, build_schedule
@@ -351,13 +351,14 @@ def emit_cuda(kernel: Kernel, total: Total | None = None) -> str:
     schedules = [build_schedule(case) for case in kernel.cases]
     index = _leaf_index(kernel)
     phases = [phase for schedule in schedules for phase in schedule.phases]
+    uniforms = max(1, *(len(phase.uniforms) for phase in phases))
     constants = {
         "THREADS": THREADS,
-        "RESIDENT": RESIDENT[any(_reads_f64(phase) for phase in phases)],
+        "RESIDENT": resident_blocks(any(map(_reads_f64, phases)), uniforms),
         "COLUMNS": len(kernel.columns),
         "NUMBERS": len(kernel.numbers),
         "SUMS": max(len(s.sums) for s in schedules),
-        "UNIFORMS": max(1, *(len(phase.uniforms) for phase in phases)),
+        "UNIFORMS": uniforms,
     }
     table = [f"  {kind} {name};  // {shape}" for kind, name, shape in FIELDS]
     lines = [f"// {kernel.name}", PRELUDE, "struct Table {", *table, "};", ""]

@@ -12,11 +12,19 @@ from mpcompile.codegen.conversions import spell_conversions
 THREADS = 256
 """Threads of a block."""
 
-RESIDENT = {False: 4, True: 2}
-"""Blocks that a multiprocessor has to hold at once, by whether tensors are f64.
+MANY_UNIFORMS = 10
+"""More values than this that are the same for all of a tensor need more registers."""
 
-That leaves 64 registers a thread, or 128, so that nothing spills.
-"""
+
+def resident_blocks(reads_f64: bool, uniforms: int) -> int:
+    """Return how many blocks a multiprocessor has to hold at once, so that nothing spills.
+
+    That leaves 64 registers a thread, or 80 with many uniform values, or 128 for f64.
+    """
+    if reads_f64:
+        return 2
+    return 3 if uniforms > MANY_UNIFORMS else 4
+
 
 FIELDS = (
     ("void* const*", "pointers", "(rows, COLUMNS)"),

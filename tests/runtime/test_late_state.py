@@ -18,6 +18,7 @@ from mpcompile.runtime import dispatch, machines
 from mpcompile.runtime.grads import ClipNorm, GradPlan
 from mpcompile.runtime.update import OptimizerUpdate
 from tests.codegen.cuda_on_host import HostMachine
+from tests.runtime.cubins import check_cubins
 from tests.runtime.updating import parameters, relative_difference, set_grads
 from tests.steps import Classifier, batch, compile_step
 
@@ -312,11 +313,7 @@ def test_captured_launch_counts_on_the_device(
 
 
 def test_compiled_float16_step_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A default AdamW in a whole step: its counts are all that is on the host.
-
-    With a machine of its own, as its kernel, which reads f16, has 24 bytes of registers too many
-    for what ``host_machine`` asks of sm_100.
-    """
+    """A default AdamW in a whole step: its counts are all that is on the host."""
     machine = HostMachine(lateness=1)
     monkeypatch.setitem(machines.MACHINES, "cpu", lambda device: machine)
     model = Classifier()
@@ -347,3 +344,5 @@ def test_compiled_float16_step_waits_for_no_device(monkeypatch: pytest.MonkeyPat
     assert len(report.whole) == 1
     assert not report.breaks
     assert [update.reason for update in report.updates] == [""]
+    for source in machine.modules:
+        check_cubins(source)
