@@ -80,6 +80,8 @@ class BucketAllreduce(GraphPass):
     def run(self, gm: GraphModule, ctx: PassContext) -> int:
         """Rewrite ``gm`` and return the number of gradients that share buckets."""
         averages = gm.graph.find_nodes(op="call_function", target=_AVERAGE)
+        if not averages:
+            return 0
         found = _mark_wired([_read(node) for node in averages], gm.graph, ctx)
         last: dict[str, Node] = {}
         waits: set[Node] = set()

@@ -107,6 +107,14 @@ def test_graph_without_reductions_is_left_alone() -> None:
     check_left_alone(BucketAllreduce(), trace(lambda x: x * 2, [f32(4)]))
 
 
+def test_graph_that_sends_nothing_keeps_writes_where_they_are() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        x.copy_(y * 2)
+        return y * 3
+
+    check_left_alone(BucketAllreduce(), trace(function, [f32(4), f32(4)]))
+
+
 def test_gradients_share_a_bucket_in_the_order_in_which_they_come_to_be(module: Module) -> None:
     traced = trace(backward(module), [f32(2, 4), f32(3)])
     assert traced.run(BucketAllreduce()) == 2
