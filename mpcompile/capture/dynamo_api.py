@@ -212,7 +212,8 @@ def breaks_since(position: int) -> list[GraphBreak]:
     from torch._dynamo.output_graph import graph_break_reasons
 
     found = [_format_break(reason) for reason in graph_break_reasons[position:]]
-    return [item for item in found if item.line or item.reason != dispatch.BREAK_REASON]
+    ours = (dispatch.BREAK_REASON, dispatch.CLEARED_REASON)
+    return [item for item in found if item.line or item.reason not in ours]
 
 
 def _format_break(reason: Any) -> GraphBreak:
@@ -220,10 +221,12 @@ def _format_break(reason: Any) -> GraphBreak:
     stack = list(reason.user_stack)
     text = lines[0] if lines else ""
     if stack and stack[-1].filename == dispatch.__file__:
-        text = dispatch.BREAK_REASON
+        is_zero_grad = any(f.name == "zero_grad" for f in stack if f.filename == dispatch.__file__)
+        text = dispatch.CLEARED_REASON if is_zero_grad else dispatch.BREAK_REASON
     elif any(frame.filename.endswith(_DDP_FILE) for frame in stack):
         text = _DDP_REASON
-    return GraphBreak(text, _users_line(stack, text != dispatch.BREAK_REASON))
+    is_ours = text in (dispatch.BREAK_REASON, dispatch.CLEARED_REASON)
+    return GraphBreak(text, _users_line(stack, not is_ours))
 
 
 def _users_line(stack: Sequence[Any], or_any: bool) -> str:

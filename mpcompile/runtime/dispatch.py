@@ -36,6 +36,7 @@ Cleared = Callable[[torch.optim.Optimizer], None]
 
 BREAK_REASON = "fuse-updates takes Optimizer.step out of the graph"
 """Why Dynamo ends a graph in this file, for reports."""
+CLEARED_REASON = "in regions Optimizer.zero_grad runs as it stands"
 
 
 class _Ours(NamedTuple):

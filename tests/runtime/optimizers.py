@@ -164,7 +164,8 @@ class CountsInGroup(torch.optim.Optimizer):
         for group in self.param_groups:
             group["k"] += 1
             for p in group["params"]:
-                p.add_(p.grad, alpha=-group["lr"] / group["k"])
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / group["k"])
 
 
 class WarmsUp(torch.optim.Optimizer):
