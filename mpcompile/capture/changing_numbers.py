@@ -46,7 +46,7 @@ def free_numbers(graph: Graph) -> dict[Node, str]:
 def read_once(graph: Graph, numbers: Collection[Node]) -> None:
     """Have ``graph`` ask each of ``numbers`` for its value once: Inductor wants one node for it."""
     for number in numbers:
-        first, *others = [node for node in graph.nodes if node in number.users]
+        first, *others = sorted(number.users)
         for node in others:
             if node.target == first.target == "item":
                 node.replace_all_uses_with(first)

@@ -48,17 +48,8 @@ def compile_apart(
         return compile_region(gm, inputs, session, buckets=buckets)
     last: Any = parts[-1].gm
     last.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
-    compiled = [compile_region(part.gm, _example_inputs(part, given), session) for part in parts]
+    compiled = [compile_region(part.gm, part.example_values(given), session) for part in parts]
     return dynamo_api.without_dynamo(build_program(gm, parts, compiled, lambda: None))
-
-
-def _example_inputs(part: Segment, given: Mapping[Node, Any]) -> list[Any]:
-    """Return what ``part`` is traced with."""
-    placeholders = part.gm.graph.find_nodes(op="placeholder")
-    return [
-        given[node] if node in given else placeholder.meta["example_value"]
-        for node, placeholder in zip(part.inputs, placeholders, strict=True)
-    ]
 
 
 def _parts(gm: GraphModule) -> list[Segment]:

@@ -7,7 +7,7 @@ one reduces and disarms it. If Dynamo ends the graph between the two, or a backw
 of the parameters only, nothing of the trace may be used: ``Traced.problem`` says so.
 
 Private torch API, seen in 2.11 to 2.14: ``UnspecializedNNModuleVariable.call_function`` and its
-attribute lookups; ``VariableTracker.visit``; ``TorchInGraphFunctionVariable._get_handlers``;
+attribute lookups; ``TorchInGraphFunctionVariable._get_handlers``;
 ``UserMethodVariable``.
 """
 
@@ -21,7 +21,13 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from mpcompile.capture.dynamo_handlers import break_graph, handle, real_tensor
+from mpcompile.capture.dynamo_handlers import (
+    break_graph,
+    current_tx,
+    handle,
+    real_tensor,
+    tensors_in,
+)
 from mpcompile.distributed import ddp_api, traced
 from mpcompile.distributed.module import ModuleSync
 
@@ -120,9 +126,7 @@ def traced_in(tx: Any) -> Traced:
 
 def current() -> Traced:
     """Return the DDP modules of the graph that was just traced."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    return traced_in(InstructionTranslator.current_tx())
+    return traced_in(current_tx())
 
 
 def end_backward() -> None:
@@ -228,19 +232,10 @@ def _call_wrapped(variable: Any, tx: Any, args: list[Any], kwargs: dict[str, Any
 
 def _are_elsewhere(inputs: Sequence[Any], device: torch.device | None) -> bool:
     """Whether a tensor among ``inputs``, in containers too, is on another device."""
-    from torch._dynamo.variables.base import VariableTracker
-    from torch._dynamo.variables.tensor import TensorVariable
-
     if device is None:
         return False
-    found: list[torch.device] = []
-
-    def visit(variable: Any) -> None:
-        if isinstance(variable, TensorVariable):
-            found.append(variable.device)
-
-    VariableTracker.visit(visit, [variable.realize() for variable in inputs])
-    return any(_place(item) != _place(device) for item in found)
+    found = tensors_in([variable.realize() for variable in inputs])
+    return any(_place(variable.device) != _place(device) for variable in found)
 
 
 def _place(device: torch.device) -> tuple[str, int]:

@@ -1,12 +1,13 @@
 """Functions that Dynamo hands to us instead of tracing them as they are.
 
 Private torch API, seen in 2.11 to 2.14: ``trace_rules._allowed_callable_ids``;
-``TorchInGraphFunctionVariable._get_handlers``; ``exc.unimplemented``.
+``TorchInGraphFunctionVariable._get_handlers``; ``exc.unimplemented``;
+``InstructionTranslator.current_tx``; ``VariableTracker.visit``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +57,28 @@ def break_graph(reason: str, context: str) -> None:
         explanation="The rest of the step is compiled in regions.",
         hints=[],
     )
+
+
+def current_tx() -> Any:
+    """Return Dynamo's translator of the frame that is being traced."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx()
+
+
+def tensors_in(variables: Sequence[Any]) -> list[Any]:
+    """Return the variables of tensors among ``variables``, those in containers included."""
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    found: list[Any] = []
+
+    def visit(variable: Any) -> None:
+        if isinstance(variable, TensorVariable):
+            found.append(variable)
+
+    VariableTracker.visit(visit, list(variables))
+    return found
 
 
 def real_tensor(variable: Any) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ traced whole in the same thread. What differs then:
 - a value that is returned although backward has consumed its graph is detached.
 
 Private torch API, seen in 2.11 to 2.14: ``trace_rules._allowed_callable_ids``;
-``TorchInGraphFunctionVariable._get_handlers``; ``VariableTracker.visit``;
+``TorchInGraphFunctionVariable._get_handlers``;
 ``TensorVariable._collect_backward_inputs`` and ``_method_register_hook``;
 ``builder.OptimizerVariable`` and ``OptimizerSource``;
 ``OutputGraph._validate_outputs_safe_for_autograd_nodes``; ``SideEffects.id_to_variable``,
@@ -28,7 +28,13 @@ from typing import Any, Protocol
 import torch
 
 from mpcompile.capture import dropped_grads, dynamo_ddp, hooks, optimizer_reads
-from mpcompile.capture.dynamo_handlers import break_graph, handle, real_tensor
+from mpcompile.capture.dynamo_handlers import (
+    break_graph,
+    current_tx,
+    handle,
+    real_tensor,
+    tensors_in,
+)
 from mpcompile.runtime import stand_ins
 from mpcompile.runtime.update import AMP_NAMES
 
@@ -284,7 +290,7 @@ def _install_backward() -> None:
             _break("this step is compiled in regions, which end at backward()", "backward")
         if _find_trace() is not None:
             _check_leaves(found or ())
-            dropped_grads.note_backward(_current_tx().output, _reals(found or ()))
+            dropped_grads.note_backward(current_tx().output, _reals(found or ()))
         return found
 
     def method_register_hook(self: Any, tx: Any, name: str, hook: Any) -> Any:
@@ -349,16 +355,7 @@ def _checking_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_own_hooks(variables: Sequence[Any]) -> None:
-    from torch._dynamo.variables.base import VariableTracker
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    found: list[torch.Tensor] = []
-
-    def note(variable: Any) -> None:
-        tensor = real_tensor(variable) if isinstance(variable, TensorVariable) else None
-        found.extend([] if tensor is None else [tensor])
-
-    VariableTracker.visit(note, list(variables))
+    found = _reals(tensors_in(variables))
     if any(map(hooks.has_own_hooks, found)):
         hooks.forget(found)
         _break("a parameter has gradient hooks, which a traced grad would not call", "grad")
@@ -371,16 +368,10 @@ def _guard_epoch() -> None:
     """Have the graph that is being traced expire with the others."""
     from torch._dynamo.variables.functions import UserFunctionVariable
 
-    tx = _current_tx()
+    tx = current_tx()
     epoch: Any = stand_ins.current_epoch
     read = UserFunctionVariable(epoch).call_function(tx, [], {})
     read.as_python_constant()  # Dynamo guards on what is looked at
-
-
-def _current_tx() -> Any:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    return InstructionTranslator.current_tx()
 
 
 def _reals(variables: Sequence[Any]) -> list[torch.Tensor]:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpcompile.capture.dynamo_handlers import current_tx
 from mpcompile.runtime.tracing import step_code
 
 REASON = "what an update changes is read after it"
@@ -153,7 +154,21 @@ def _refuse(tx: Any, break_graph: Break) -> None:
         break_graph(REASON, "what an optimizer holds")
 
 
-class _LaterDict(dict[Any, Any]):
+class _Refusing:
+    """What a container after an update does where all of it is looked at."""
+
+    _refuse: Callable[[], None]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse()
+        return super().__iter__()  # type: ignore[misc,no-any-return]  # a container's
+
+    def __len__(self) -> int:
+        self._refuse()
+        return super().__len__()  # type: ignore[misc,no-any-return]
+
+
+class _LaterDict(_Refusing, dict[Any, Any]):
     """The items of a dict after an update that may have added to them."""
 
     def __init__(
@@ -173,14 +188,6 @@ class _LaterDict(dict[Any, Any]):
             self._refuse()
         return super().__contains__(key)
 
-    def __iter__(self) -> Iterator[Any]:
-        self._refuse()
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        self._refuse()
-        return super().__len__()
-
     def keys(self) -> Any:
         self._refuse()
         return super().keys()
@@ -194,7 +201,7 @@ class _LaterDict(dict[Any, Any]):
         return super().items()
 
 
-class _LaterList(list[Any]):
+class _LaterList(_Refusing, list[Any]):
     """The items of a list after an update that may have changed it."""
 
     def __init__(self, items: list[Any], refuse: Callable[[], None]) -> None:
@@ -204,14 +211,6 @@ class _LaterList(list[Any]):
     def __getitem__(self, position: Any) -> Any:
         self._refuse()
         return super().__getitem__(position)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._refuse()
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        self._refuse()
-        return super().__len__()
 
 
 def is_unread(variable: Any) -> bool:
@@ -259,7 +258,6 @@ def _load_first(tx: Any, variable: Any) -> None:
 def _classes() -> Any:
     """Return subclasses of Dynamo's, which is loaded by whoever asks."""
     from torch._dynamo.source import SyntheticLocalSource
-    from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.lazy import LazyCache, LazyConstantVariable, LazyVariableTracker
     from torch._dynamo.variables.misc import DeletedVariable, UnknownVariable
 
@@ -285,7 +283,7 @@ def _classes() -> Any:
         break_graph: Break
 
         def realize(self) -> None:
-            if not InstructionTranslator.current_tx().output.should_exit:
+            if not current_tx().output.should_exit:
                 self.break_graph(REASON, str(self.source))
             self.vt = UnknownVariable(source=self.source)
 

@@ -10,7 +10,7 @@ through the value.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,6 +91,19 @@ class Segment:
     outputs: tuple[Node, ...]
     nodes: frozenset[Node]
     detached: frozenset[Node] = frozenset()
+
+    def example_values(self, given: Mapping[Node, Any]) -> list[Any]:
+        """Return what it is traced with: ``given``, or fakes that for it come from nowhere."""
+        placeholders = self.gm.graph.find_nodes(op="placeholder")
+        return [
+            given[node] if node in given else _fake_value(placeholder)
+            for node, placeholder in zip(self.inputs, placeholders, strict=True)
+        ]
+
+
+def _fake_value(placeholder: Node) -> Any:
+    value = placeholder.meta["example_value"]
+    return value.detach().requires_grad_() if has_history(placeholder) else value
 
 
 Part = Segment | UpdateCall | ClipCall | BackwardCall

@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from mpcompile.capture import changing_numbers, dynamo_api
-from mpcompile.capture.carried_backward import BackwardCall, has_history
+from mpcompile.capture.carried_backward import BackwardCall
 from mpcompile.capture.cuts import compile_apart
 from mpcompile.capture.program import Unfinished, build_program
 from mpcompile.capture.regions import compile_region
@@ -133,7 +133,7 @@ def _compile_segment(
     private = _private_outputs(segment, parts)
     outputs = _read_by_updates(segment, parts, private)
     reads = UpdateReads(outputs, unfinished.scaled, unfinished.factors)
-    values = _example_values(segment, given)
+    values = segment.example_values(given)
     return compile_region(segment.gm, values, session, private, reads, buckets)
 
 
@@ -167,16 +167,3 @@ def _private_outputs(segment: Segment, parts: Sequence[Part]) -> list[int]:
 def _outside(node: Node, segment: Segment) -> set[Node]:
     """Return what reads ``node`` behind ``segment``."""
     return {user for user in node.users if user not in segment.nodes}
-
-
-def _example_values(segment: Segment, given: Mapping[Node, Any]) -> list[Any]:
-    """Return the inputs that ``segment`` is traced with.
-
-    Values that other segments make are fakes that come from nowhere.
-    """
-    return [given[node] if node in given else _fake_value(node) for node in segment.inputs]
-
-
-def _fake_value(node: Node) -> Any:
-    value = node.meta["example_value"]
-    return value.detach().requires_grad_() if has_history(node) else value

@@ -9,14 +9,13 @@ order, in which ranks must agree.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mpcompile.errors import CaptureError
+from mpcompile.registry import Registry
 
 if TYPE_CHECKING:
     from mpcompile.distributed.module import ModuleSync
@@ -30,7 +29,9 @@ _LIBRARY.define(
     "receive_bucket(str handle, int index, int size, Tensor sent, Tensor[] kept) -> Tensor"
 )
 _LIBRARY.define("broadcast_buffers(Tensor[] buffers, str handle, bool averages) -> Tensor[]")
-_modules: weakref.WeakValueDictionary[str, ModuleSync] = weakref.WeakValueDictionary()
+_modules: Registry[ModuleSync] = Registry(
+    "mpcompile::average_gradient: no DistributedDataParallel has the handle", "one that is gone"
+)
 
 
 def register(module: ModuleSync) -> str:
@@ -38,7 +39,7 @@ def register(module: ModuleSync) -> str:
     global _num_handles
     _num_handles += 1
     handle = f"ddp-{_num_handles}"
-    _modules[handle] = module
+    _modules.add(handle, module)
     return handle
 
 
@@ -51,13 +52,7 @@ def find(handle: str) -> ModuleSync:
     Raises:
         CaptureError: there is none; the graph belongs to a module that is gone.
     """
-    module = _modules.get(handle)
-    if module is None:
-        raise CaptureError(
-            f"mpcompile::average_gradient: no DistributedDataParallel has the handle {handle}. The "
-            "graph was compiled for one that is gone; compile the step again."
-        )
-    return module
+    return _modules.find(handle)
 
 
 def _average_gradient(grad: Tensor, handle: str, name: str, turn: int) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from mpcompile.runtime.structure import params_of
 from mpcompile.runtime.updates import Updates
 
 
@@ -65,8 +66,3 @@ class Drops:
                 stacklevel=2,
             )
             return
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of all groups."""
-    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -56,7 +56,7 @@ def split_all(
         key = (id(plan), known)
         if key not in made:
             split = split_case(plan, known.__contains__)
-            made[key] = late_case(plan, split.host, known) if is_late else split
+            made[key] = late_case(plan, split, known) if is_late else split
         out.append(made[key])
     return out
 
@@ -95,19 +95,19 @@ def split_case(planned: PlannedCase, on_host: Callable[[str], bool]) -> PlannedC
     )
 
 
-def late_case(planned: PlannedCase, host: Case, known: frozenset[str]) -> PlannedCase:
+def late_case(planned: PlannedCase, split: PlannedCase, known: frozenset[str]) -> PlannedCase:
     """Return ``planned`` split so that the device counts what the host keeps in its state.
 
     The host counts too, as if no step were skipped, and says from where to where.
 
     Args:
         planned: the case.
-        host: what the host would compute otherwise.
+        split: how it is split otherwise.
         known: the scalars that the host knows.
     """
-    kept = {store.buffer: store.value for store in host.stores if _is_state(store.buffer)}
+    kept = {store.buffer: store.value for store in split.host.stores if _is_state(store.buffer)}
     if not kept:
-        return split_case(planned, known.__contains__)
+        return split
     roots = [store.value for store in planned.case.stores] + list(planned.case.sums)
     found = [e for e in postorder(roots) if isinstance(e, Scalar) and e.name in kept]
     counted: dict[Expr, Expr] = {
@@ -122,13 +122,13 @@ def late_case(planned: PlannedCase, host: Case, known: frozenset[str]) -> Planne
     )
     sums = tuple(values[len(stores) :])
     on_device = replace(planned, case=replace(planned.case, stores=stores, sums=sums))  # type: ignore[arg-type]
-    split = split_case(on_device, (known - kept.keys()).__contains__)
+    late = split_case(on_device, (known - kept.keys()).__contains__)
     told = []
     for name, value in kept.items():
         told.append(Store(SEEN + state_key(name), cast(scalar(name, value.dtype), "f64")))
         told.append(Store(NEXT + state_key(name), cast(value, "f64")))
     own = tuple(Store(name, value) for name, value in kept.items())
-    return replace(split, host=Case((*own, *split.host.stores, *told)), late=tuple(kept))
+    return replace(late, host=Case((*own, *late.host.stores, *told)), late=tuple(kept))
 
 
 def state_key(name: str) -> str:

@@ -23,13 +23,17 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpcompile.errors import CaptureError, ConfigError
+from mpcompile.registry import Registry
 from mpcompile.runtime.buffers import BufferSnapshots
 from mpcompile.runtime.record import ScaleRecord
 from mpcompile.runtime.scale_policy import ScalePolicy
 from mpcompile.runtime.scale_state import FIELD_NAMES, DeviceState, Field, real_tensors
 from mpcompile.runtime.scale_watch import ScaleWatch
+from mpcompile.runtime.structure import params_of
 
-_scales: weakref.WeakValueDictionary[str, LossScale] = weakref.WeakValueDictionary()
+_scales: Registry[LossScale] = Registry(
+    "mpcompile::loss_scale: no step has the loss scale", "one that is gone"
+)
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _counter = itertools.count()
 
@@ -121,7 +125,7 @@ class LossScale:
         self._parameters = WeakTensorKeyDictionary()
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
         self._optimizers = weakref.WeakKeyDictionary()
-        _scales[self.handle] = self
+        _scales.add(self.handle, self)
 
     # --- what graphs do --------------------------------------------------------------------------
 
@@ -259,7 +263,7 @@ class LossScale:
         present = [i for i, grad in enumerate(grads) if grad is not None]
         if len(self.names[source]) != len(present):
             kind = type(optimizer).__name__
-            params = [p for group in optimizer.param_groups for p in group["params"]]
+            params = params_of(optimizer)
             self.names[source] = tuple(
                 self._parameters.get(params[i], f"parameter {i} of {kind}") for i in present
             )
@@ -360,13 +364,7 @@ def find_scale(handle: str) -> LossScale:
     Raises:
         CaptureError: there is none; the graph belongs to a step that is gone.
     """
-    scale = _scales.get(handle)
-    if scale is None:
-        raise CaptureError(
-            f"mpcompile::loss_scale: no step has the loss scale {handle}. The graph was compiled "
-            "for one that is gone; compile the step again."
-        )
-    return scale
+    return _scales.find(handle)
 
 
 def sums_of(grads: Sequence[Tensor]) -> list[Tensor]:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpcompile.errors import CaptureError
+from mpcompile.registry import Registry
 from mpcompile.runtime.grads import GradPlan
 from mpcompile.runtime.guarding import guarded_plan
-from mpcompile.runtime.structure import SINGLE_TENSOR
+from mpcompile.runtime.structure import SINGLE_TENSOR, params_of
 from mpcompile.runtime.tracing import step_code
 
 if TYPE_CHECKING:
@@ -29,7 +28,9 @@ _LIBRARY = torch.library.Library("mpcompile", "FRAGMENT")
 _LIBRARY.define("update(str handle, Tensor?[] grads, bool[] given) -> ()")
 _LIBRARY.define("clip_grad_norm_(Tensor(a!)[] grads, Scalar max_norm, float norm_type) -> Tensor")
 _LIBRARY.define("clip_grad_value_(Tensor(a!)[] grads, Scalar clip_value) -> ()")
-_updates: weakref.WeakValueDictionary[str, OptimizerUpdate] = weakref.WeakValueDictionary()
+_updates: Registry[OptimizerUpdate] = Registry(
+    "mpcompile::update: no optimizer has the handle", "one that is gone, or for another program"
+)
 
 
 def content_hash(optimizer: torch.optim.Optimizer) -> str:
@@ -60,7 +61,7 @@ def register(update: OptimizerUpdate) -> None:
     while f"{content}-{position}" in _updates:
         position += 1
     update.handle = f"{content}-{position}"
-    _updates[update.handle] = update
+    _updates.add(update.handle, update)
 
 
 def find(handle: str) -> OptimizerUpdate:
@@ -69,13 +70,7 @@ def find(handle: str) -> OptimizerUpdate:
     Raises:
         CaptureError: there is none; the graph belongs to an optimizer that is gone.
     """
-    update = _updates.get(handle)
-    if update is None:
-        raise CaptureError(
-            f"mpcompile::update: no optimizer has the handle {handle}. The graph was compiled for "
-            "one that is gone, or for another program; compile the step again."
-        )
-    return update
+    return _updates.find(handle)
 
 
 def run_update(
@@ -98,7 +93,7 @@ def run_update(
     """
     update = find(handle)
     if not all(given):
-        own = [param.grad for group in update.optimizer.param_groups for param in group["params"]]
+        own = [param.grad for param in params_of(update.optimizer)]
         grads = [g if is_given else p for g, p, is_given in zip(grads, own, given, strict=True)]
     if factor != 1.0:
         plan = replace(plan or GradPlan(), factor=factor)

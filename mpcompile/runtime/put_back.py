@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
+from mpcompile.runtime.structure import params_of
+
 Undo = Callable[[], Any]
 """Puts a value back and returns it."""
 
 
 def remember(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Return a function that puts ``optimizer`` back to where it is now."""
-    params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+    params = [param.detach() for param in params_of(optimizer)]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     own = {k: v for k, v in vars(optimizer).items() if isinstance(v, (bool, int, float))}
     put_params, put_groups = _remembered(params), [_remembered_items(group) for group in groups]

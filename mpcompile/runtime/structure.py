@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import enum
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,15 @@ from mpcompile.errors import CodegenError
 
 SINGLE_TENSOR = {"foreach": False, "fused": False}
 """Group entries that only choose an implementation; updates are traced as single-tensor."""
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
+    """Return the parameters of all groups, in order; not to be written to."""
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        params: list[torch.Tensor] = groups[0]["params"]
+        return params
+    return [param for group in groups for param in group["params"]]
 
 
 def _is_number(value: object) -> bool:

@@ -27,6 +27,7 @@ from mpcompile.runtime.norms import NormKernels
 from mpcompile.runtime.planning import GradTreatment
 from mpcompile.runtime.prepared import Prepared
 from mpcompile.runtime.record import KernelRecord, UpdateRecord
+from mpcompile.runtime.structure import params_of
 from mpcompile.runtime.tracing import StateMissing
 
 MAX_PREPARED = 8
@@ -119,7 +120,7 @@ class OptimizerUpdate:
                 prepared = self._again(plan)
                 if prepared is not None:
                     return self._launch(prepared, prepared.own_grads, plan)
-                grads = [param.grad for param in self._all_params()]
+                grads = [param.grad for param in params_of(self.optimizer)]
             present = [grad for grad in grads if grad is not None]
             if not present or self.reason:
                 return self._eagerly(grads, plan, self.reason)
@@ -150,14 +151,6 @@ class OptimizerUpdate:
         inputs, norm = plan.inputs(prepared, self.norms, grads)
         prepared.launch(inputs)
         return Outcome(fused=True, norm=norm)
-
-    def _all_params(self) -> list[torch.Tensor]:
-        """Return the parameters of all groups."""
-        groups = self.optimizer.param_groups
-        if len(groups) == 1:
-            params: list[torch.Tensor] = groups[0]["params"]
-            return params
-        return [param for group in groups for param in group["params"]]
 
     def _ready(
         self,
@@ -217,7 +210,7 @@ class OptimizerUpdate:
         settle(self.optimizer)
         if plan.skip is not None and bool(plan.skip.item()):
             return Outcome(fused=False, reason=reason, skipped=True)
-        params = self._all_params()
+        params = params_of(self.optimizer)
         grads = [None if g is None else g.to(p.dtype) for p, g in zip(params, grads, strict=True)]
         treated, norm = apply_eagerly(plan, grads)
         before = [p.grad for p in params]

@@ -17,6 +17,7 @@ from mpcompile.runtime.loss_scale import LossScale
 from mpcompile.runtime.machines import machine_of
 from mpcompile.runtime.put_back import remember
 from mpcompile.runtime.record import UpdateRecord
+from mpcompile.runtime.structure import params_of
 from mpcompile.runtime.update import AMP_NAMES, OptimizerUpdate
 
 _ATTRIBUTE = "_mpcompile_updates"
@@ -62,7 +63,7 @@ class Updates:
         """Update the parameters of ``optimizer`` from their ``.grad``; a step in its place."""
         plan = amp_plan(optimizer)
         if self._loss_scale is not None:
-            grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+            grads = [param.grad for param in params_of(optimizer)]
             plan = guarded_plan(plan, self._loss_scale, optimizer, grads)
         self.of(optimizer, original).run(plan=plan)
 
@@ -78,7 +79,7 @@ class Updates:
         put_back = remember(optimizer)
 
         def end() -> None:
-            grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+            grads = [param.grad for param in params_of(optimizer)]
             if bool(scale.skip_for(optimizer, grads)):
                 put_back()
 
