@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,11 @@ from benchmarks.rows import describe_machine
 from examples.train_gpt import GPT, Settings, Step, build_optimizer, load_corpus, sample_batch
 
 SETTINGS = Settings(layers=6, width=264, heads=3, context=64, batch_size=4, lr=3e-4)
-STOCK, HOOK = "stock", "hook"
+STOCK, HOOK, BY_HAND = "stock", "hook", "by-hand"
 ROWS = {
     STOCK: "stock DDP, eager",
     HOOK: "stock DDP, eager, fp16_compress_hook",
+    BY_HAND: "stock DDP, Inductor, autocast bf16, fp16_compress_hook",
     "float32": "mpcompile, float32 wire",
     "bfloat16": "mpcompile, bfloat16 wire",
     "float16": "mpcompile, float16 wire",
@@ -64,18 +66,21 @@ def build_row(name: str, dtype: str, rank: int) -> Row:
     model = DistributedDataParallel(GPT(SETTINGS))
     opt = build_optimizer(model.module, SETTINGS, fused=True)
 
+    run_model = torch.compile(model) if name == BY_HAND else model
+
     def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        with torch.autocast("cpu", torch.bfloat16) if name == BY_HAND else nullcontext():
+            loss = F.cross_entropy(run_model(x).flatten(0, 1), y.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         opt.step()
         opt.zero_grad(set_to_none=True)
         return loss.detach()
 
-    if name == HOOK:
+    if name in (HOOK, BY_HAND):
         model.register_comm_hook(None, fp16_compress_hook)
     chosen: Any = step
-    if name not in (STOCK, HOOK):
+    if name not in (STOCK, HOOK, BY_HAND):
         options: dict[str, Any] = {"dtype": dtype, "wire_dtype": name}
         chosen = torch.compile(step, backend="mpcompile", options=options)
     return Row(name, model, chosen, torch.Generator().manual_seed(rank))

@@ -20,12 +20,12 @@ from typing import NamedTuple
 import torch
 
 from mpcompile.errors import ConfigError
+from mpcompile.option_conflicts import find_conflicts
 from mpcompile.option_values import (
     Assignment,
     Mistake,
     Parser,
     choice,
-    not_yet,
     parse_assignment,
     parse_check_sync,
     parse_count,
@@ -339,7 +339,7 @@ class Config:
                 values[setting.name] = _parse(setting)
             except Mistake as mistake:
                 mistakes.append(f"{setting.origin}: {mistake}")
-        mistakes += _contradictions(values, options or {}, mode)
+        mistakes += find_conflicts(values, options or {}, mode)
         if mistakes:
             raise ConfigError(_format_mistakes(mistakes, settings))
         return cls(**values)  # type: ignore[arg-type]  # each parser returns its field's type
@@ -363,9 +363,6 @@ class Config:
                 value = hashlib.sha256(value.text.encode()).hexdigest()
             parts.append(f"{name}={value!r}")
         return ";".join(parts)
-
-
-_PLANNED_OPTIONS: dict[str, tuple[str, str]] = {}
 
 
 def default_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
@@ -402,15 +399,11 @@ def environment_settings(environ: Mapping[str, str] | None = None) -> dict[str, 
 
 
 def option_rows() -> list[OptionRow]:
-    """Return the option table: the built options, then the planned ones with default `not yet`."""
-    built = [
+    """Return the option table, in the order of the fields."""
+    return [
         OptionRow(spec.name, option.values, _format_default(spec.default), option.meaning)
         for spec, option in zip(fields(Config), _options().values(), strict=True)
     ]
-    planned = [
-        OptionRow(name, text[0], "not yet", text[1]) for name, text in _PLANNED_OPTIONS.items()
-    ]
-    return built + planned
 
 
 def _format_default(value: object) -> str:
@@ -440,67 +433,16 @@ def _parse(setting: _Setting) -> object:
     options = _options()
     if setting.name in options:
         return options[setting.name].parse(setting.raw)
-    if setting.name in _PLANNED_OPTIONS:
-        raise not_yet("this option", "Leave it out")
-    known = (*options, *_PLANNED_OPTIONS)
+    known = tuple(options)
     if setting.word != setting.name:
         known = tuple(PREFIX + name.upper() for name in known)
     raise Mistake(f"{setting.word!r} is no option{suggestion(setting.word, known)}")
-
-
-def _contradictions(
-    values: Mapping[str, object], options: Mapping[str, object], mode: str | None
-) -> list[str]:
-    """Return the mistakes that only two settings together make."""
-    mistakes = []
-    for first, second in (("disable", "enable"), ("keep_fp32", "keep_half")):
-        one, other = values.get(first, ()), values.get(second, ())
-        assert isinstance(one, tuple)
-        assert isinstance(other, tuple)
-        both = ", ".join(name for name in one if name in other)
-        if both:
-            mistakes.append(f"{first} and {second}: both name {both}. Keep one of the two.")
-    mistakes += _scale_contradictions(values)
-    mistakes += _drop_contradictions(values)
-    if mode is not None and options.get("mode", mode) != mode:
-        found = f"torch.compile(mode={mode!r}) and options['mode']={options['mode']!r}"
-        mistakes.append(f"{found}: two modes. Keep one.")
-    return mistakes
-
-
-def _drop_contradictions(values: Mapping[str, object]) -> list[str]:
-    """Return a mistake if gradients are to be dropped where nobody sees the update."""
-    disabled = values.get("disable", ())
-    assert isinstance(disabled, tuple)
-    is_seen = values.get("capture", "whole") == "whole" or "fuse-updates" not in disabled
-    if values.get("grads") != "drop" or is_seen:
-        return []
-    return ["grads='drop': in regions without fuse-updates the update is just a graph. Enable it."]
-
-
-_SCALE_OPTIONS = ("loss_scale", "growth_interval", "scale_floor", "scale_ceiling", "hysteresis")
-
-
-def _scale_contradictions(values: Mapping[str, object]) -> list[str]:
-    """Return settings of the loss scale that would do nothing, or that exclude each other."""
-    given = [name for name in _SCALE_OPTIONS if name in values]
-    dtype = values.get("dtype", torch.bfloat16)
-    if given and dtype is not torch.float16:
-        text = str(dtype).removeprefix("torch.")
-        return [f"{', '.join(given)}: only float16 needs a loss scale, dtype is {text}. Leave out."]
-    tuned = [name for name in given if name != "loss_scale" and values[name] is not None]
-    if tuned and isinstance(values.get("loss_scale"), float):
-        return [f"{', '.join(tuned)}: a loss_scale that is a number never changes. Leave out."]
-    floor, ceiling = values.get("scale_floor"), values.get("scale_ceiling")
-    if isinstance(floor, float) and isinstance(ceiling, float) and floor > ceiling:
-        return [f"scale_floor={floor:g} is above scale_ceiling={ceiling:g}. Swap them."]
-    return []
 
 
 def _format_mistakes(mistakes: list[str], settings: list[_Setting]) -> str:
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
     lines = "".join(f"\n  - {mistake}" for mistake in mistakes)
     known = _options()
-    unknown = any(setting.name not in (*known, *_PLANNED_OPTIONS) for setting in settings)
+    unknown = any(setting.name not in known for setting in settings)
     listing = f"\nThe options are {', '.join(known)}." if unknown else ""
     return f"{count} in the options of backend 'mpcompile':{lines}{listing}"
