@@ -77,7 +77,7 @@ def sum_error(world: int, dtype: torch.dtype, num_elements: int = 1 << 14) -> fl
     scale = 1.0
     if dtype is torch.float16:
         bound = common.abs().max() * world / wire.predivision(world)
-        scale = wire.scale_for(bound).item()
+        scale = wire.scale_for(float(bound))
     for _ in range(world):
         noise = torch.randn(num_elements, generator=generator) * decades
         gradient = common + noise

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 from mpcompile.config import Config
-from mpcompile.distributed.plan import Bucket
+from mpcompile.distributed.plan import Bucket, SumOnWire
 from mpcompile.graph.roles import Roles
 from mpcompile.precision import TABLES, Table
 from mpcompile.runtime.loss_scale import ScaledRegion
@@ -47,8 +47,8 @@ class PassContext:
         scaled: the graph's part in the loss scale; None if nothing is scaled.
         updates_read: by name of an update, which outputs are gradients that nothing else reads;
             they may stay scaled.
-        factors: by name of an update, what its gradients have yet to be multiplied by; written by
-            the pass that sends them.
+        on_wire: by name of an update, which of its gradients, in its order, it gets as they are on
+            the wire; written by the pass that sends them.
         buckets: what the program sends to other ranks so far; written by the pass that sends.
         input_names: what the user calls each input of Dynamo's graph, in order.
     """
@@ -60,7 +60,7 @@ class PassContext:
     used_overrides: set[str] = field(default_factory=set)
     scaled: ScaledRegion | None = None
     updates_read: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    factors: dict[str, float] = field(default_factory=dict)
+    on_wire: dict[str, tuple[SumOnWire | None, ...]] = field(default_factory=dict)
     buckets: Buckets = field(default_factory=dict)
     input_names: tuple[str, ...] = ()
 

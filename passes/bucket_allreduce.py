@@ -8,7 +8,7 @@ gradient; what reads it comes behind all that does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from mpcompile.distributed import graph_ops
-from mpcompile.distributed.plan import Bucket, wire_of
+from mpcompile.distributed.plan import Bucket, SumOnWire, wire_of
 from mpcompile.graph import nodes
 from mpcompile.graph.order import put_off
 from mpcompile.pass_base import GraphPass, PassContext, Stage
@@ -33,7 +33,7 @@ class _Reduction:
 
     Attributes:
         mean: the node that gives it.
-        grad: what is averaged.
+        grad: what is averaged, in 16 bits where it was widened for this only.
         handle: of the module it belongs to.
         name: of the parameter, in the module.
         turn: number of the backward that it comes from.
@@ -49,7 +49,7 @@ class _Reduction:
 
     @property
     def value(self) -> Tensor:
-        return cast(Tensor, nodes.value(self.grad))
+        return cast(Tensor, nodes.value(self.mean))
 
     @property
     def num_bytes(self) -> int:
@@ -67,8 +67,9 @@ class BucketAllreduce(GraphPass):
 
     Requires: functional ATen graph with ``meta["val"]`` on every node.
     Ensures: what read a reduced gradient reads the mean over ranks in the dtype it had, but an
-    update that alone reads it gets the sum as it is in bfloat16, and a factor; each bucket
-    carries a ``Bucket`` in ``meta["bucket"]`` of its send; sends stay in their order.
+    update that alone reads it gets the sum as it is in 16 bits, and is told which bucket says
+    what completes it; each bucket carries a ``Bucket`` in ``meta["bucket"]`` of its send; sends
+    stay in their order.
     """
 
     name: ClassVar[str] = "bucket-allreduce"
@@ -82,7 +83,9 @@ class BucketAllreduce(GraphPass):
         averages = gm.graph.find_nodes(op="call_function", target=_AVERAGE)
         if not averages:
             return 0
-        found = _mark_wired([_read(node) for node in averages], gm.graph, ctx)
+        outputs = cast(Sequence[Any], gm.graph.output_node().args[0])
+        found = _mark_wired([_read(node) for node in averages], outputs, ctx)
+        sums: dict[Node, SumOnWire] = {}
         last: dict[str, Node] = {}
         waits: set[Node] = set()
         for members in _fill(gm.graph, found):
@@ -90,39 +93,54 @@ class BucketAllreduce(GraphPass):
             buckets = ctx.buckets.setdefault(handle, [])
             bucket = _describe(len(buckets), members)
             buckets.append(bucket)
+            sums |= {item.mean: SumOnWire(handle, bucket.index) for item in members if item.update}
             last[handle], received = _send_together(bucket, members, last.get(handle))
             waits.add(received)
+        _tell_updates(outputs, sums, ctx)
         put_off(gm.graph, waits)
         return len(found)
 
 
 def _read(mean: Node) -> _Reduction:
     grad, handle, name, turn = mean.args
-    return _Reduction(mean, cast(Node, grad), cast(str, handle), cast(str, name), cast(int, turn))
+    narrow = _before_widening(cast(Node, grad))
+    return _Reduction(mean, narrow, cast(str, handle), cast(str, name), cast(int, turn))
 
 
-def _mark_wired(found: list[_Reduction], graph: Graph, ctx: PassContext) -> list[_Reduction]:
-    """Note who reads a mean, where that is one update that can complete it.
+def _before_widening(grad: Node) -> Node:
+    """Return the 16-bit value that ``grad`` repeats in float32, or ``grad``."""
+    if not nodes.is_cast(grad) or not nodes.is_f32(grad):
+        return grad
+    (source,) = nodes.input_nodes(grad)
+    is_same = nodes.is_half(source) and nodes.has_same_strides(*map(nodes.value, (source, grad)))
+    return source if is_same else grad
 
-    A sum in bfloat16 is the mean but for one number, the same for all gradients of the update. In
-    float16 each bucket has a number of its own, and one that overflowed comes in float32.
-    """
-    by_mean = {item.mean: item for item in found}
-    outputs = cast(Sequence[Any], graph.output_node().args[0])
-    for update, positions in ctx.updates_read.items():
-        read = [by_mean.get(outputs[position]) for position in positions]
-        mine = [item for item in read if item is not None and _may_stay_on_wire(item, outputs)]
-        if len(mine) < len(positions) or len({item.handle for item in mine}) != 1:
-            continue
-        ctx.factors[update] = graph_ops.find(mine[0].handle).wire_factor
-        by_mean |= {item.mean: replace(item, update=update) for item in mine}
-    return list(by_mean.values())
+
+def _mark_wired(
+    found: Sequence[_Reduction], outputs: Sequence[Any], ctx: PassContext
+) -> list[_Reduction]:
+    """Note who reads a mean, where that is one update that can complete it."""
+    reader = {outputs[at]: name for name, read in ctx.updates_read.items() for at in read}
+    return [
+        replace(item, update=reader[item.mean])
+        if item.mean in reader and _may_stay_on_wire(item, outputs)
+        else item
+        for item in found
+    ]
 
 
 def _may_stay_on_wire(item: _Reduction, outputs: Sequence[Any]) -> bool:
-    is_narrowed = graph_ops.find(item.handle).wire is torch.bfloat16 and nodes.is_f32(item.mean)
-    is_read_once = outputs.count(item.mean) == len(item.mean.users) == 1
-    return is_narrowed and is_read_once and item.value.is_contiguous()
+    """Whether nothing but an update reads the mean, and it is narrower on the wire."""
+    is_narrowed = nodes.is_f32(item.mean) and graph_ops.find(item.handle).wire.itemsize == 2
+    return is_narrowed and outputs.count(item.mean) == len(item.mean.users) == 1
+
+
+def _tell_updates(outputs: Sequence[Any], sums: Mapping[Node, SumOnWire], ctx: PassContext) -> None:
+    """Tell each update which of its gradients it gets as they are on the wire."""
+    for name, read in ctx.updates_read.items():
+        mine = tuple(sums.get(outputs[at]) for at in read)
+        if any(mine):
+            ctx.on_wire[name] = mine
 
 
 def _fill(graph: Graph, found: Iterable[_Reduction]) -> list[list[_Reduction]]:
@@ -166,7 +184,8 @@ def _send_together(
     handle = members[0].handle
     grads = [member.grad for member in members]
     anchor = grads[-1] if after is None else max(grads[-1], after)
-    sent = _then(anchor, _SEND, handle, bucket.index, grads, not members[0].update, after)
+    dtype = bucket.wire if members[0].update else bucket.dtype
+    sent = _then(anchor, _SEND, handle, bucket.index, grads, dtype, after)
     sent.meta["bucket"] = bucket
     kept = grads if bucket.wire is torch.float16 and bucket.dtype is torch.float32 else []
     received = _then(sent, _RECEIVE, handle, bucket.index, bucket.num_elements, sent, kept)
@@ -185,7 +204,9 @@ def _hand_out(members: list[_Reduction], received: Node) -> None:
         if not nodes.has_same_strides(cast(Tensor, nodes.value(last)), val):
             last = nodes.insert_strided_copy(last, tuple(val.shape), tuple(val.stride()))
         member.mean.replace_all_uses_with(last)
-        nodes.erase_chain(member.mean, until=member.grad)
+        widened = cast(Node, member.mean.args[0])
+        member.mean.graph.erase_node(member.mean)
+        nodes.erase_dead(member.grad.graph, [widened] if widened is not member.grad else [])
         start = end
 
 

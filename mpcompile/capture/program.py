@@ -13,6 +13,8 @@ from torch.fx import GraphModule, Node
 
 from mpcompile.capture.carried_backward import BackwardCall, run_carried
 from mpcompile.capture.segments import ClipCall, Part, Segment, UpdateCall
+from mpcompile.distributed import graph_ops
+from mpcompile.distributed.plan import SumOnWire
 from mpcompile.runtime import ops
 from mpcompile.runtime.grads import ClipNorm, ClipValue, GradPlan
 
@@ -26,11 +28,11 @@ class Unfinished:
 
     Attributes:
         scaled: undo the loss scale.
-        factors: multiply them.
+        on_wire: complete the mean of those that are sums on the wire, in the order of the update.
     """
 
     scaled: set[str] = field(default_factory=set)
-    factors: dict[str, float] = field(default_factory=dict)
+    on_wire: dict[str, tuple[SumOnWire | None, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,7 @@ def _step_of(part: Part, function: Callable[..., Any] | None, unfinished: Unfini
         return _clip_step(part), part.grads
     if isinstance(part, UpdateCall):
         name = part.node.name
-        factor = unfinished.factors.get(name, 1.0)
-        step = _update_step(part, is_scaled=name in unfinished.scaled, factor=factor)
+        step = _update_step(part, name in unfinished.scaled, unfinished.on_wire.get(name, ()))
         return step, [grad for grad in part.grads if grad is not None]
     if isinstance(part, BackwardCall):
         return _backward_step(part), part.reads
@@ -146,7 +147,9 @@ def _reader(value: Any, slots: _Slots) -> Callable[[Env], float]:
     return lambda env: number
 
 
-def _update_step(update: UpdateCall, is_scaled: bool, factor: float) -> Callable[[_Slots], Action]:
+def _update_step(
+    update: UpdateCall, is_scaled: bool, on_wire: Sequence[SumOnWire | None]
+) -> Callable[[_Slots], Action]:
     clips = update.clips
 
     def bind(slots: _Slots) -> Action:
@@ -158,7 +161,8 @@ def _update_step(update: UpdateCall, is_scaled: bool, factor: float) -> Callable
             bound = [read(env) for read in bounds]
             plan = GradPlan(clips=tuple(map(_planned, clips, bound))) if clips else None
             mine = [None if slot is None else env[slot] for slot in grads]
-            outcome = ops.run_update(update.handle, mine, update.given, plan, is_scaled, factor)
+            factors = graph_ops.mean_factors(on_wire)
+            outcome = ops.run_update(update.handle, mine, update.given, plan, is_scaled, factors)
             for slot in norms:
                 env[slot] = outcome.norm
 

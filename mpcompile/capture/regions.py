@@ -75,7 +75,7 @@ def compile_region(
     rewriter = RegionRewriter(session, region, roles, ctx, private, sends=_sends(gm))
     compiled = lower(gm, inputs, session.config, rewriter)
     if reads is not None:
-        reads.factors |= ctx.factors
+        reads.on_wire |= ctx.on_wire
     if ctx.scaled is None:
         return compiled
     if reads is not None:

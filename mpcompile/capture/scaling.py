@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
+from mpcompile.distributed.plan import SumOnWire
 from mpcompile.graph.roles import GraphKind, InputRole, Roles
 from mpcompile.lowering import Compiled
 from mpcompile.runtime.loss_scale import ScaledRegion
@@ -23,12 +24,12 @@ class UpdateReads:
     Attributes:
         outputs: by name of an update, the positions of all gradients that it reads.
         scaled: names of the updates whose gradients the segment leaves scaled.
-        factors: what an update has yet to multiply its gradients by, if it has.
+        on_wire: which gradients, in the order of the update, it gets as they are on the wire.
     """
 
     outputs: Mapping[str, Sequence[int]]
     scaled: set[str] = field(default_factory=set)
-    factors: dict[str, float] = field(default_factory=dict)
+    on_wire: dict[str, tuple[SumOnWire | None, ...]] = field(default_factory=dict)
 
 
 def scaled_call(compiled: Compiled, region: ScaledRegion) -> Compiled:

@@ -96,8 +96,9 @@ def _tell_updates(parts: Sequence[Part], unfinished: Unfinished) -> str:
     told = []
     for part in (part for part in parts if not isinstance(part, Segment)):
         name = part.node.name
-        factor, is_scaled = unfinished.factors.get(name, 1.0), name in unfinished.scaled
-        told.append(f"{_tell(part, range(0))[0]} (times {factor:g}, scaled: {is_scaled})")
+        num_wired = sum(item is not None for item in unfinished.on_wire.get(name, ()))
+        more = f"{num_wired} gradients on the wire, scaled: {name in unfinished.scaled}"
+        told.append(f"{_tell(part, range(0))[0]} ({more})")
     return " > ".join(told)
 
 
@@ -132,7 +133,7 @@ def _compile_segment(
         return segment.gm.forward
     private = _private_outputs(segment, parts)
     outputs = _read_by_updates(segment, parts, private)
-    reads = UpdateReads(outputs, unfinished.scaled, unfinished.factors)
+    reads = UpdateReads(outputs, unfinished.scaled, unfinished.on_wire)
     values = segment.example_values(given)
     return compile_region(segment.gm, values, session, private, reads, buckets)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mpcompile.distributed.plan import SumOnWire
 from mpcompile.registry import Registry
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _LIBRARY = torch.library.Library("mpcompile", "FRAGMENT")
 _LIBRARY.define("average_gradient(Tensor grad, str handle, str name, int turn) -> Tensor")
 _LIBRARY.define(
-    "send_bucket(str handle, int index, Tensor[] grads, bool widens, Tensor? after) -> Tensor"
+    "send_bucket(str handle, int index, Tensor[] grads, ScalarType dtype, Tensor? after) -> Tensor"
 )
 _LIBRARY.define(
     "receive_bucket(str handle, int index, int size, Tensor sent, Tensor[] kept) -> Tensor"
@@ -55,26 +56,25 @@ def find(handle: str) -> ModuleSync:
     return _modules.find(handle)
 
 
+def mean_factors(grads: Sequence[SumOnWire | None]) -> list[float]:
+    """Return what each gradient of an update is multiplied by: one if it did not stay on a wire."""
+    return [1.0 if grad is None else find(grad.handle).mean_factor(grad.bucket) for grad in grads]
+
+
 def _average_gradient(grad: Tensor, handle: str, name: str, turn: int) -> Tensor:
     """Return the mean of ``grad`` over ranks."""
     return find(handle).average(grad)
 
 
 def _send_bucket(
-    handle: str, index: int, grads: Sequence[Tensor], widens: bool, after: Tensor | None
+    handle: str, index: int, grads: Sequence[Tensor], dtype: torch.dtype, after: Tensor | None
 ) -> Tensor:
     """Start the reduction of a bucket; return an empty tensor that stands for it.
 
-    It has the dtype that ``receive_bucket`` gives: that of ``grads`` if that ``widens``, else that
-    of the wire.
+    It has the ``dtype`` that ``receive_bucket`` gives: that of the means, or of the wire.
     """
-    module = find(handle)
-    module.send(index, grads, stays_on_wire=not widens)
-    return _stand_for(module, grads, widens)
-
-
-def _stand_for(module: ModuleSync, grads: Sequence[Tensor], widens: bool) -> Tensor:
-    return grads[0].new_empty(0, dtype=grads[0].dtype if widens else module.wire)
+    find(handle).send(index, grads, dtype)
+    return grads[0].new_empty(0, dtype=dtype)
 
 
 def _receive_bucket(
@@ -82,8 +82,9 @@ def _receive_bucket(
 ) -> Tensor:
     """Wait for a bucket; return the mean over ranks of its gradients, one behind the other.
 
-    If it does not widen, that is the sum as it is on the wire. ``kept`` are the gradients that may
-    have to be sent again: a compiler that knows of no reader would give their memory away.
+    If the dtype is the wire's, that is the sum as it is there, which ``mean_factors`` completes.
+    ``kept`` are the gradients that may have to be sent again: a compiler that knows of no reader
+    would give their memory away.
     """
     return find(handle).receive(index)
 
@@ -104,7 +105,7 @@ torch.library.register_fake(
 )
 torch.library.register_fake(
     "mpcompile::send_bucket",
-    lambda handle, index, grads, widens, after: _stand_for(find(handle), grads, widens),
+    lambda handle, index, grads, dtype, after: grads[0].new_empty(0, dtype=dtype),
     lib=_LIBRARY,
 )
 torch.library.register_fake(

@@ -10,6 +10,7 @@ Private torch API, seen in 2.11 to 2.14: ``_create_work_from_future``; a Python 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,9 +35,10 @@ class Sending:
         bucket: which.
         grads: the reducer's flat gradients, each already divided by the number of ranks.
         future: done when ``grads`` holds the mean.
-        factor: what ``grads`` is multiplied by while it awaits the sum, 0-dim; None if nothing is.
+        factor: what ``grads`` is multiplied by while it awaits the sum.
         largest: magnitude of the largest sum on the wire; None if nobody asked.
-        wired: the sum on the wire, which is not copied into ``grads``; None if it is.
+        wired: the sum on the wire, which is not copied into ``grads``; None if it is. ``grads``
+            then holds what was sent, where that is not made from ``members``.
         members: gradients as backward made them, that ``grads`` is yet to be made from.
         started: seconds on the clock; ``arrived`` as well.
     """
@@ -44,7 +46,7 @@ class Sending:
     bucket: Bucket
     grads: torch.Tensor
     future: Any = None
-    factor: torch.Tensor | None = None
+    factor: float = 1.0
     largest: torch.Tensor | None = None
     wired: torch.Tensor | None = None
     members: tuple[torch.Tensor, ...] = ()
@@ -72,7 +74,7 @@ class WireGroup(dist.ProcessGroup):
         self._plan = BucketPlan(())
         self._is_blocking = False
         self.residuals = Residuals() if error_feedback else None
-        self.sums: dict[int, torch.Tensor] = {}
+        self.sums: dict[int, float] = {}
         self.sendings: list[Sending] = []
         self.num_resent = 0
 
@@ -119,12 +121,13 @@ class WireGroup(dist.ProcessGroup):
         """Start the all-reduce of the next bucket, of gradients as backward made them.
 
         Args:
-            grads: one for each member of the bucket.
-            stays_on_wire: hand out the sum as it is on the wire, in bfloat16.
+            grads: one for each member of the bucket, in 16 bits or in the dtype of the bucket.
+            stays_on_wire: hand out the sum as it is on the wire, times ``mean_factor`` the mean.
         """
         bucket, opts = self._plan.buckets[len(self.sendings)], dist.AllreduceOptions()
         if self.residuals is not None or bucket.wire is bucket.dtype:
-            flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(self.size())
+            flat = torch.cat([grad.to(bucket.dtype).reshape(-1) for grad in grads])
+            flat.div_(self.size())
             self.send_bucket(flat, opts, stays_on_wire)
             return
         sending = Sending(bucket, _NOTHING, members=tuple(grads))
@@ -164,50 +167,60 @@ class WireGroup(dist.ProcessGroup):
         sending.forget()
         return found
 
+    def mean_factor(self, index: int) -> float:
+        """Return what the sum on the wire at ``index``, which was received, is multiplied by."""
+        return 1.0 / self.sendings[index].factor
+
     def _start(self, sending: Sending, opts: Any, stays_on_wire: bool) -> None:
         grads, bucket = sending.grads, sending.bucket
-        residual = None
         if self.residuals is not None:
-            residual = self.residuals.of(bucket, grads)
-            grads.add_(residual)
+            grads.add_(self.residuals.of(bucket, grads))
         sending.factor = self._factor(bucket, [grads], 1)
-        grads.mul_(sending.factor)
-        sent = grads.to(bucket.wire)
-        if residual is not None:
+        sent = torch.empty_like(grads, dtype=bucket.wire)
+        self._cast_flat(sending, sent)
+        self._launch(sending, sent, opts, stays_on_wire)
+
+    def _cast_flat(self, sending: Sending, sent: torch.Tensor) -> None:
+        """Write ``grads`` of ``sending`` times its factor to ``sent``; keep what that rounds off.
+
+        ``grads`` stay multiplied.
+        """
+        grads = sending.grads.mul_(sending.factor)
+        sent.copy_(grads)
+        if self.residuals is not None:
+            residual = self.residuals.of(sending.bucket, grads)
             torch.sub(grads, sent, out=residual).div_(sending.factor)
             residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # of a step that is skipped
-        self._launch(sending, sent, opts, stays_on_wire)
 
     def _launch(self, sending: Sending, sent: torch.Tensor, opts: Any, stays_on_wire: bool) -> None:
         if stays_on_wire:
-            assert sent.dtype is torch.bfloat16, "a sum in float16 may have to be sent again"
-            sending.grads, sending.wired, sending.members = _NOTHING, sent, ()
+            sending.wired = sent
+            if sent.dtype is not torch.float16:  # it is not sent again
+                sending.grads, sending.members = _NOTHING, ()
         future = self._inner.allreduce([sent], opts).get_future()
         sending.future = future.then(lambda done: _receive(sending, sent, done))
 
-    def _factor(self, bucket: Bucket, grads: Sequence[torch.Tensor], divisor: int) -> torch.Tensor:
+    def _factor(self, bucket: Bucket, grads: Sequence[torch.Tensor], divisor: int) -> float:
         """Return what gradients, divided by the number of ranks, are multiplied by to be sent.
 
         ``grads`` have yet to be divided by ``divisor``.
         """
-        factor = torch.tensor(1.0 / wire.post_factor(self.size()))
+        factor = 1.0 / wire.post_factor(self.size())
         if bucket.wire is not torch.float16:
             return factor
-        if bucket.index not in self.sums:
-            self.sums[bucket.index] = self._bound_sum(grads) * factor / divisor
-        return factor * wire.scale_for(self.sums[bucket.index])
+        largest = self.sums.get(bucket.index)
+        if largest is None:
+            found = torch.stack([wire.largest_magnitude(grad) for grad in grads if grad.numel()])
+            largest = self._bound_sum(found.max()) * factor / divisor
+        return factor * wire.scale_for(largest)
 
-    def _bound_sum(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Ask all ranks how large a sum can become; for the first step of a plan."""
-        largest = (
-            torch.stack([wire.largest_magnitude(grad) for grad in grads if grad.numel()])
-            .max()
-            .reshape(1)
-        )
+    def _bound_sum(self, largest: torch.Tensor) -> float:
+        """Ask all ranks how large a sum can become, if ``largest`` is the magnitude here."""
+        largest = largest.reshape(1)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._inner.allreduce([largest], options).wait()
-        return largest[0] * self.size()
+        return float(largest) * self.size()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def finish(self) -> None:
@@ -226,28 +239,53 @@ class WireGroup(dist.ProcessGroup):
             sending.future.wait()
             if sending.largest is None:
                 return
-            if not bool(torch.isfinite(sending.largest)):
-                self._resend(sending)
+            largest = float(sending.largest)
+            if not math.isfinite(largest):
+                largest = self._resend(sending)
         except RuntimeError as error:
             doing = f"{len(self._plan.buckets)} (it begins with {bucket.names[0]})"
             doing = f"reducing gradient bucket {bucket.index + 1} of {doing}"
             raise SyncError(failures.describe(doing, error)) from error
-        assert sending.factor is not None
-        scale = sending.factor * wire.post_factor(self.size())
-        self.sums[bucket.index] = sending.largest / scale
+        known = bucket.index in self.sums
+        if math.isfinite(largest) and (largest > 0.0 or not known):
+            scale = sending.factor * wire.post_factor(self.size())
+            self.sums[bucket.index] = largest / scale
 
-    def _resend(self, sending: Sending) -> None:
-        """Reduce in float32; all ranks see the same overflow, so all come here."""
-        assert sending.factor is not None
+    def _resend(self, sending: Sending) -> float:
+        """Reduce again, and return the magnitude of the largest sum on the wire.
+
+        All ranks see the same overflow, so all come here.
+        """
+        self.num_resent += 1
+        if sending.wired is not None:
+            return self._resend_smaller(sending, sending.wired)
         if sending.members:
             sending.grads = torch.cat([grad.float().reshape(-1) for grad in sending.members])
             sending.grads.mul_(sending.factor / self.size())
         self._inner.allreduce([sending.grads]).wait()
-        sending.largest = wire.largest_magnitude(sending.grads)
+        largest = float(wire.largest_magnitude(sending.grads))
         sending.grads.div_(sending.factor)
         if self.residuals is not None:
             self.residuals.of(sending.bucket, sending.grads).zero_()
-        self.num_resent += 1
+        return largest
+
+    def _resend_smaller(self, sending: Sending, sent: torch.Tensor) -> float:
+        """Fill and reduce ``sent`` again, scaled so that no sum of finite gradients overflows.
+
+        Ranks ask each other for the bound, as in the first step of a bucket.
+        """
+        factor, divisor = 1.0 / wire.post_factor(self.size()), self.size()
+        grads: Sequence[torch.Tensor] = sending.members
+        if not grads:
+            grads, divisor = [sending.grads.div_(sending.factor)], 1
+        bound = self._bound_sum(wire.largest_finite(grads)) * factor / divisor
+        sending.factor = factor * wire.scale_for(bound)
+        if sending.members:
+            wire.cast_into(sent, grads, sending.factor / divisor)
+        else:
+            self._cast_flat(sending, sent)
+        self._inner.allreduce([sent]).wait()
+        return float(wire.largest_magnitude(sent))
 
 
 def _work_of(future: Any) -> Any:
@@ -262,22 +300,24 @@ def _arrive(sending: Sending, future: Any) -> Any:
 
 def _receive(sending: Sending, summed: torch.Tensor, future: Any) -> list[torch.Tensor]:
     """Turn the sum on the wire into the mean; keep the local gradients if it overflowed."""
-    assert sending.factor is not None
     future.value()  # raises what went wrong
-    if sending.wired is not None:
-        sending.arrived = time.perf_counter()
-        return [sending.wired]
+    if summed.dtype is torch.float16:
+        sending.largest = wire.largest_magnitude(summed)
+    if sending.wired is None:
+        _widen(sending, summed)
+    sending.arrived = time.perf_counter()
+    return [summed if sending.wired is not None else sending.grads]
+
+
+def _widen(sending: Sending, summed: torch.Tensor) -> None:
     if sending.members:
         sending.grads = torch.zeros_like(summed, dtype=torch.float32)
     grads = sending.grads
-    if summed.dtype is not torch.float16:
+    if sending.largest is None:
         grads.copy_(summed).div_(sending.factor)
     else:
-        sending.largest = wire.largest_magnitude(summed)
         is_finite = torch.isfinite(sending.largest)
         if grads.device.type != "cpu":  # the host must not wait for the device here
             grads.copy_(torch.where(is_finite, summed.float() / sending.factor, grads))
         elif bool(is_finite):
             grads.copy_(summed).div_(sending.factor)
-    sending.arrived = time.perf_counter()
-    return [grads]

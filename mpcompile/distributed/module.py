@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from mpcompile.distributed import ddp_api, failures, graph_ops, wire
+from mpcompile.distributed import ddp_api, failures, graph_ops
 from mpcompile.distributed.agreement import agree_on, compare_parameters, compare_plans
 from mpcompile.distributed.group import WireGroup
 from mpcompile.distributed.plan import Bucket, BucketPlan
@@ -134,11 +134,6 @@ class ModuleSync:
         return self._settings.wire
 
     @property
-    def wire_factor(self) -> float:
-        """What a sum on a bfloat16 wire is multiplied by to be the mean."""
-        return wire.post_factor(self.num_ranks)
-
-    @property
     def capacities(self) -> tuple[int, int]:
         """Bytes of gradients in the first bucket, and in each later one."""
         return ddp_api.bucket_bytes(self._module())
@@ -189,13 +184,14 @@ class ModuleSync:
             raise SyncError(failures.describe("reducing a gradient", error)) from error
         return mean
 
-    def send(self, index: int, grads: Sequence[torch.Tensor], stays_on_wire: bool) -> None:
+    def send(self, index: int, grads: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
         """Start the reduction of the bucket at ``index``, which holds ``grads``.
 
-        ``stays_on_wire``: the sum is handed out in bfloat16, to be multiplied by ``wire_factor``.
+        It is handed out in ``dtype``; in that of the wire it is a sum, which ``mean_factor`` makes
+        the mean.
         """
         assert index == len(self._group.sendings), "buckets are sent in the order of the plan"
-        self._group.send_members(grads, stays_on_wire)
+        self._group.send_members(grads, dtype is not self._plan.buckets[index].dtype)
 
     def receive(self, index: int) -> torch.Tensor:
         """Return the mean over ranks of the bucket at ``index``, or its sum on the wire.
@@ -205,6 +201,13 @@ class ModuleSync:
         """
         self._wait_s = self._wait_s or time.perf_counter()
         return self._group.receive_bucket(index)
+
+    def mean_factor(self, index: int) -> float:
+        """Return what the sum on the wire of the bucket at ``index`` is multiplied by to be a mean.
+
+        Known when the bucket was received, until the next graph begins.
+        """
+        return self._group.mean_factor(index)
 
     def broadcast(self, buffers: Sequence[torch.Tensor], averages: bool) -> list[torch.Tensor]:
         """Return the buffers of rank 0, if stock DDP would fetch them now.

@@ -46,6 +46,19 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class SumOnWire:
+    """Where a gradient is found that an update reads as it is on the wire.
+
+    Attributes:
+        handle: of the module.
+        bucket: index of the bucket, which says what the sum is multiplied by.
+    """
+
+    handle: str
+    bucket: int
+
+
+@dataclass(frozen=True)
 class BucketPlan:
     """All buckets of one module, and what else ranks must agree on.
 

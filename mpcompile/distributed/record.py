@@ -49,7 +49,7 @@ class SyncRecord:
         times: one entry a bucket.
         wait_ms: when backward began to wait for buckets.
         num_backwards: how often gradients were reduced so far.
-        num_resent: buckets that were sent a second time, in float32, after an overflow.
+        num_resent: buckets that were sent a second time, after an overflow.
         error_feedback: whether what the cast rounds off is kept.
     """
 

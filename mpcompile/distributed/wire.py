@@ -6,18 +6,19 @@ So a power of two near ``sqrt(world)`` is divided off before, exactly, the rest 
 
 float16 has few exponents, so its buckets are also scaled by a power of two: it puts the largest
 sum of the step before, which every rank knows, just below ``TARGET``; for a first step ranks ask
-each other. A sum that overflows all the same is sent again in float32; see ``group.py``.
+each other. A sum that overflows all the same is sent again; see ``group.py``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 TARGET = 1024.0
 """Where the largest sum of a float16 bucket is put: a factor of 64 below overflow."""
-_LARGEST_EXPONENT = 60.0
+_LARGEST_EXPONENT = 60
 
 
 def predivision(world: int) -> int:
@@ -33,14 +34,15 @@ def post_factor(world: int) -> float:
     return predivision(world) / world
 
 
-def cast_into(sent: torch.Tensor, grads: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
-    """Write ``grads`` times ``scale``, 0-dim float32, into ``sent``, one behind the other.
+def cast_into(sent: torch.Tensor, grads: Sequence[torch.Tensor], scale: float) -> None:
+    """Write ``grads`` times ``scale`` into ``sent``, one behind the other.
 
     Each element is rounded once, to the dtype of ``sent``.
     """
     parts = sent.split([grad.numel() for grad in grads])
     for grad, part in zip(grads, parts, strict=True):
-        torch.mul(grad.float(), scale, out=part.view(grad.shape))
+        source = grad if grad.dtype is sent.dtype else grad.float()
+        torch.mul(source, scale, out=part.view(grad.shape))
 
 
 def largest_magnitude(bucket: torch.Tensor) -> torch.Tensor:
@@ -49,13 +51,18 @@ def largest_magnitude(bucket: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-low.float(), high.float())
 
 
-def scale_for(largest: torch.Tensor) -> torch.Tensor:
+def largest_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the largest finite magnitude among ``grads``, 0-dim float32."""
+    zeroed = [torch.nan_to_num(grad.float(), 0.0, 0.0, 0.0) for grad in grads if grad.numel()]
+    return torch.stack([largest_magnitude(grad) for grad in zeroed]).max()
+
+
+def scale_for(largest: float) -> float:
     """Return the power of two that puts sums of magnitude ``largest`` just below ``TARGET``.
 
-    It is computed on the device, without a look from the host; one if ``largest`` is zero or not
-    finite.
+    One if ``largest`` is zero or not finite.
     """
-    exponent = torch.log2(TARGET / largest).floor()
-    exponent = exponent.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-    is_usable = torch.isfinite(largest) & (largest > 0)
-    return torch.where(is_usable, torch.exp2(exponent), 1.0)
+    if not math.isfinite(largest) or largest <= 0.0:
+        return 1.0
+    exponent = math.floor(math.log2(TARGET / largest))
+    return 2.0 ** max(-_LARGEST_EXPONENT, min(_LARGEST_EXPONENT, exponent))

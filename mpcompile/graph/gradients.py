@@ -27,13 +27,12 @@ def mark_private(graph: Graph, positions: Collection[int]) -> None:
 
 
 def positions_of(graph: Graph, positions: Collection[int]) -> tuple[int, ...]:
-    """Return where the graph has the outputs at ``positions`` of the traced function."""
+    """Return where the graph has the outputs at ``positions`` of the traced function, in order."""
     descs = graph.output_node().meta.get("desc") or ()
-    return tuple(
-        index
-        for index, desc in enumerate(descs)
-        if isinstance(desc, PlainAOTOutput) and desc.idx in positions
-    )
+    found = {
+        desc.idx: index for index, desc in enumerate(descs) if isinstance(desc, PlainAOTOutput)
+    }
+    return tuple(found[position] for position in positions if position in found)
 
 
 def private_outputs(graph: Graph) -> frozenset[int]:

@@ -330,14 +330,6 @@ def erase_dead(graph: Graph, candidates: list[Node]) -> None:
         gone.add(node)
 
 
-def erase_chain(last: Node, until: Node) -> None:
-    """Erase ``last``, which nothing reads, and what leads from ``until`` to it, one node each."""
-    while last is not until:
-        (source,) = last.all_input_nodes
-        last.graph.erase_node(last)
-        last = source
-
-
 def insert_strided_copy(source: Node, shape: tuple[Any, ...], stride: tuple[Any, ...]) -> Node:
     """Insert a copy of ``source`` laid out in ``stride`` (elements) right behind it."""
     val = cast(Tensor, value(source))

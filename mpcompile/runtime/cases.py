@@ -32,7 +32,9 @@ from mpcompile.runtime.analysis import Analysis
 from mpcompile.runtime.coupling import total_name
 from mpcompile.runtime.structure import ParamStructure
 
-SCALE, CLAMP = "scale", "clamp"
+SCALE, CLAMP, OWN = "scale", "clamp", "own"
+OWN_FACTOR = "number.own_factor"
+"""The number of a row that its gradient is multiplied by in the step ``OWN``."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Surroundings:
     """What a kernel does around the update; dtypes are names. Part of a case's key.
 
     ``grad_steps`` is what happens to the gradient first, each step with one number of the launch:
-    ``scale`` multiplies by it, ``clamp`` limits to plus or minus it.
+    ``scale`` multiplies by it, ``clamp`` limits to plus or minus it; ``own`` multiplies by a number
+    that each gradient has for itself.
     """
 
     grad: str
@@ -89,8 +92,9 @@ def prepared_grad(grad: Expr, steps: Sequence[str]) -> Expr:
     at = compute_dtype(grad.dtype)
     value = cast(grad, at)
     for position, step in enumerate(steps):
-        number = cast(scalar(step_input(position), "f64"), at)
-        if step == SCALE:
+        name = OWN_FACTOR if step == OWN else step_input(position)
+        number = cast(scalar(name, "f64"), at)
+        if step in (SCALE, OWN):
             value = apply("mul", value, number, dtype=at)
         else:
             low = apply("max", value, apply("neg", number, dtype=at), dtype=at)

@@ -122,6 +122,11 @@ class DeviceRows(Rows):
             self.fixed["inputs"][position].fill_(value)
             self._inputs_sent[position] = value
 
+    def put_numbers(self, name: str, values: Sequence[float]) -> None:
+        """Set a number of each row that the device reads as it is: none that the host computes."""
+        columns = self.kernel.numbers
+        self.numbers_out[columns.index(name) :: len(columns)] = array.array("d", values)
+
     def forget_input(self, position: int) -> None:
         """Note that a kernel writes this number of the launch."""
         self._inputs_sent.pop(position, None)

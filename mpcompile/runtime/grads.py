@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpcompile.runtime.cases import CLAMP, SCALE
+from mpcompile.runtime.cases import CLAMP, OWN, SCALE
 
 if TYPE_CHECKING:
     from mpcompile.runtime.norms import NormKernels
@@ -42,27 +42,29 @@ class ClipValue:
 
 @dataclass(frozen=True)
 class GradPlan:
-    """Treatment of the gradients: times ``factor``, then ``clips`` in order.
+    """Treatment of the gradients: times ``own_factors``, times ``factor``, then ``clips`` in order.
 
-    ``factor`` is a tensor where only a device knows it. ``skip``, one number, skips the update if
-    it is not zero. ``write`` leaves the treated gradients in the tensors that were given, as eager
-    does.
+    ``own_factors`` has a number for each gradient that is there, or none. ``factor`` is a tensor
+    where only a device knows it. ``skip``, one number, skips the update if it is not zero.
+    ``write`` leaves the treated gradients in the tensors that were given, as eager does.
     """
 
     factor: float | torch.Tensor = 1.0
     clips: tuple[ClipNorm | ClipValue, ...] = ()
     skip: torch.Tensor | None = None
     write: bool = False
+    own_factors: tuple[float, ...] = ()
 
     @property
     def steps(self) -> tuple[str, ...]:
         """The steps of the kernel. A first scale by a norm takes the place of a factor of one."""
         kinds = [SCALE if isinstance(clip, ClipNorm) else CLAMP for clip in self.clips]
-        return tuple(kinds) if self._is_plain else (SCALE, *kinds)
+        first = [OWN] if self.own_factors else []
+        return (*first, *kinds) if self._is_plain else (*first, SCALE, *kinds)
 
     @property
     def _is_plain(self) -> bool:
-        return not self.scales and bool(self.clips)
+        return not self.scales and bool(self.clips or self.own_factors)
 
     @property
     def scales(self) -> bool:
@@ -74,9 +76,11 @@ class GradPlan:
     ) -> tuple[list[Number | None], torch.Tensor | None]:
         """Return the number of each step, and the last norm. One pass over the gradients a norm.
 
-        A number that a device computed where it is needed is None.
+        A number that a device computed where it is needed is None, and so is what is not one number
+        for all gradients.
         """
-        numbers: list[Number | None] = [] if self._is_plain else [self.factor]
+        numbers: list[Number | None] = [None] if self.own_factors else []
+        numbers += [] if self._is_plain else [self.factor]
         norm = None
         for clip in self.clips:
             if isinstance(clip, ClipValue):
@@ -109,10 +113,13 @@ def apply_eagerly(
 ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
     """Return the gradients after ``plan``, in place if it writes, and the last norm."""
     present = [grad for grad in grads if grad is not None]
-    if not present or not (plan.clips or plan.scales):
+    is_scaled = plan.scales or bool(plan.own_factors)
+    if not present or not (plan.clips or is_scaled):
         return list(grads), None
-    treated = present if plan.write else [_copied(grad, plan.scales) for grad in present]
+    treated = present if plan.write else [_copied(grad, is_scaled) for grad in present]
     norm = None
+    if plan.own_factors:
+        torch._foreach_mul_(treated, list(plan.own_factors))
     if plan.scales:
         torch._foreach_mul_(treated, plan.factor)
     for clip in plan.clips:

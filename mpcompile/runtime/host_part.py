@@ -27,7 +27,7 @@ from mpcompile.codegen.expr import (
 )
 from mpcompile.codegen.schedule import Case, leaves
 from mpcompile.errors import CodegenError
-from mpcompile.runtime.cases import PlannedCase
+from mpcompile.runtime.cases import OWN_FACTOR, PlannedCase
 from mpcompile.runtime.classes import Member, group_tensors
 from mpcompile.runtime.late_state import LATE, NEXT, SEEN
 from mpcompile.runtime.machines import Machine
@@ -152,6 +152,7 @@ def names_on_host(
     }
     found |= {store.buffer for store in planned.case.stores if _is_number_of_state(store.buffer)}
     found -= {name for name, tensor in tensors.items() if not machine.on_host(tensor)}
+    found.discard(OWN_FACTOR)  # norms read it before the host does its part
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.dim() == 0 and machine.on_host(value):
             found.add(f"state.{key}")

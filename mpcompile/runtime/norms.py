@@ -14,7 +14,7 @@ from mpcompile.codegen.build import build_library
 from mpcompile.codegen.cpp import emit_cpp, measure
 from mpcompile.codegen.schedule import Term
 from mpcompile.codegen.values import DTYPE_NAMES
-from mpcompile.runtime.cases import build_kernel, norm_case, step_input
+from mpcompile.runtime.cases import OWN_FACTOR, build_kernel, norm_case, step_input
 from mpcompile.runtime.device_norms import clip_on_device
 from mpcompile.runtime.device_rows import DeviceRows
 from mpcompile.runtime.grads import ClipNorm, clip_coefficient, root
@@ -49,7 +49,7 @@ class NormKernels:
         """Return what ``clip`` multiplies the gradients by after ``steps``, and their norm."""
         if isinstance(prepared.rows, DeviceRows):
             return None, clip_on_device(prepared, prepared.rows, grads, steps, numbers, clip)
-        known = [float(number) for number in numbers if number is not None]
+        known = [0.0 if number is None else float(number) for number in numbers]
         total = self.norm(prepared, grads, steps, known, float(clip.norm_type))
         norm = torch.tensor(total, dtype=prepared.members[0].param.dtype)
         return clip_coefficient(norm, clip.max_norm), norm
@@ -72,6 +72,8 @@ class NormKernels:
             name = "input.order" if position == len(numbers) else step_input(position)
             if name in rows.kernel.inputs:
                 rows.inputs[rows.kernel.inputs.index(name)] = value
+        if prepared.own_factors:
+            rows.put_numbers(OWN_FACTOR, prepared.own_factors)
         rows.pointers[:] = prepared.grad_pointers()
         rows.run(table.function, (0, 1), (0, rows.count))
         return root(rows.totals[0], order)

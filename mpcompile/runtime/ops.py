@@ -79,7 +79,7 @@ def run_update(
     given: Sequence[bool],
     plan: GradPlan | None = None,
     is_scaled: bool = False,
-    factor: float = 1.0,
+    factors: Sequence[float] = (),
 ) -> Outcome:
     """Run the update behind ``handle``.
 
@@ -89,14 +89,14 @@ def run_update(
         given: where False, the parameter's own ``.grad`` counts instead.
         plan: what happens to the gradients first.
         is_scaled: the graph left ``grads`` as the loss scale made them.
-        factor: what ``grads`` are multiplied by before all else.
+        factors: what each of ``grads`` that is there is multiplied by before all else, if anything.
     """
     update = find(handle)
     if not all(given):
         own = [param.grad for param in params_of(update.optimizer)]
         grads = [g if is_given else p for g, p, is_given in zip(grads, own, given, strict=True)]
-    if factor != 1.0:
-        plan = replace(plan or GradPlan(), factor=factor)
+    if factors:
+        plan = replace(plan or GradPlan(), own_factors=tuple(factors))
     if update.loss_scale is not None:
         scale, optimizer = update.loss_scale, update.optimizer
         plan = guarded_plan(plan or GradPlan(), scale, optimizer, grads, is_scaled)

@@ -21,7 +21,7 @@ from mpcompile.codegen.schedule import count_bytes, count_phases, leaves
 from mpcompile.codegen.values import NUM_ELEMENTS
 from mpcompile.errors import CodegenError
 from mpcompile.runtime.calls import CallRunner
-from mpcompile.runtime.cases import PlannedCase, build_kernel
+from mpcompile.runtime.cases import OWN_FACTOR, PlannedCase, build_kernel
 from mpcompile.runtime.classes import Classes, Member, group_tensors
 from mpcompile.runtime.device_rows import DeviceRows
 from mpcompile.runtime.grads import OwnGrads
@@ -92,6 +92,7 @@ class Prepared:
         kinds = [self.cases.index(case) for case in planned]
         self._load(name, (sizes, kinds, [member.group for member in members]))
         self.norm_tables: dict[Any, Any] = {}
+        self.own_factors: Sequence[float] = ()
         self.current_grads: Sequence[torch.Tensor] = grads
         self._params = [member.param for member in members]
         self.own_grads = OwnGrads(self._params)
@@ -235,6 +236,12 @@ class Prepared:
         if moved or self._runs is None:
             self._runs = independent_runs([_ranges(tensors) for tensors in self._written])
         return True
+
+    def take_factors(self, factors: Sequence[float]) -> None:
+        """Have the next launch, and norms before it, multiply each gradient by a number first."""
+        self.own_factors = factors
+        if factors:
+            self.rows.put_numbers(OWN_FACTOR, factors)
 
     def take_skip(self, skip: torch.Tensor | None) -> bool:
         """Have the next launch read ``skip``; return whether it is to run.

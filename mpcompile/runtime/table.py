@@ -126,6 +126,11 @@ class Rows:
         """Set a number of the launch."""
         self.inputs[position] = float(value)
 
+    def put_numbers(self, name: str, values: Sequence[float]) -> None:
+        """Set a number of each row that is no state."""
+        columns = self.kernel.numbers
+        self.numbers[columns.index(name) :: len(columns)] = array.array("d", values)
+
     def begin(self) -> None:
         """Do what a launch needs before its first phase; hyperparameters and numbers are set."""
 

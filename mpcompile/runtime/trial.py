@@ -17,7 +17,7 @@ import torch
 
 from mpcompile.errors import CodegenError
 from mpcompile.runtime import dispatch
-from mpcompile.runtime.cases import SCALE
+from mpcompile.runtime.cases import OWN, SCALE
 from mpcompile.runtime.classes import Classes, Member
 from mpcompile.runtime.late_state import settle
 from mpcompile.runtime.planning import GradTreatment
@@ -82,6 +82,7 @@ def check(
         )
         if not trial.is_current(used):
             raise CodegenError("fuse-updates: the state changes while it is read.")
+        trial.take_factors([1.0] * len(used) if OWN in treatment.steps else ())
         trial.launch([1.0 if step == SCALE else math.inf for step in treatment.steps])
         settle(fused.optimizer)
     _compare(before, eager, fused, TOLERANCE if prepared.calls is None else TOLERANCE_WITH_CALLS)

@@ -148,6 +148,7 @@ class OptimizerUpdate:
             settle(self.optimizer)
         if not prepared.take_skip(plan.skip):
             return Outcome(fused=True, skipped=True)
+        prepared.take_factors(plan.own_factors)
         inputs, norm = plan.inputs(prepared, self.norms, grads)
         prepared.launch(inputs)
         return Outcome(fused=True, norm=norm)

@@ -44,12 +44,14 @@ def check_as_stock(
     *,
     same: bool = True,
     tolerance: float | None = None,
+    options: dict[str, object] | None = None,
     **more: Any,
 ) -> list[Outcome]:
     """Train stock and compiled, both in float32, and compare; return the compiled outcomes."""
     (start, _) = train(ranks, build, **{**more, "num_steps": 0})
     stock = train(ranks, build, **more)
-    found = train(ranks, build, {"dtype": "float32", "wire_dtype": wire}, **more)
+    given = {"dtype": "float32", "wire_dtype": wire, **(options or {})}
+    found = train(ranks, build, given, **more)
     for one, other in zip(found, stock, strict=True):
         assert_trains_as(one, other, start, tolerance or WIRES[wire])
     if same:
@@ -72,7 +74,7 @@ def test_twenty_clipped_steps_train_as_stock_within_the_rounding_of_the_wire(
     (sync,) = report.syncs
     assert (sync.wire, sync.num_backwards, sync.num_resent) == (wire, 20, 0)
     norm = report.updates[0].kernels[0]
-    assert norm.bytes_read == 510 * (2 if wire == "bfloat16" else 4)  # the bucket as it is
+    assert norm.bytes_read == 510 * (4 if wire == "float32" else 2)  # the bucket as it is
 
 
 def test_default_wire_is_the_dtype_of_the_step(ranks: Ranks) -> None:

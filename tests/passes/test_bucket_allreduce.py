@@ -93,7 +93,7 @@ def test_one_gradient_is_sent_in_a_bucket(module: Module) -> None:
     assert [line.split(" = ")[-1] for line in traced.text.splitlines()] == [
         "placeholder",
         "aten.relu(%x_1)",
-        "mpcompile.send_bucket(ddp-1, 0, [%relu], True, None)",
+        "mpcompile.send_bucket(ddp-1, 0, [%relu], f32, None)",
         "mpcompile.receive_bucket(ddp-1, 0, 8, %send_bucket_default, [])",
         "aten.slice(%receive_bucket_default, 0, 0, 8)",
         "aten.view(%slice_tensor, [2, 4])",
@@ -203,16 +203,16 @@ def test_what_is_divided_before_and_after_makes_the_mean(world: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wire", "positions", "factors"),
+    ("wire", "positions", "stay"),
     [
-        (torch.bfloat16, [0, 1], {"update": 2 / 3}),
-        (torch.bfloat16, [0, 2], {}),  # one of them is no mean
-        (torch.float16, [0, 1], {}),  # each bucket has a scale of its own
-        (torch.float32, [0, 1], {}),
+        (torch.bfloat16, [0, 1], [True, True]),
+        (torch.float16, [1, 0], [True, True]),
+        (torch.float16, [2, 0], [False, True]),  # one of them is no mean
+        (torch.float32, [0, 1], []),
     ],
 )
-def test_update_takes_sums_in_bfloat16_as_they_are(
-    wire: torch.dtype, positions: list[int], factors: dict[str, float]
+def test_update_takes_sums_in_sixteen_bits_as_they_are(
+    wire: torch.dtype, positions: list[int], stay: list[bool]
 ) -> None:
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=3, store=FakeStore())
@@ -222,17 +222,58 @@ def test_update_takes_sums_in_bfloat16_as_they_are(
         grads = [torch.ops.aten.relu(x), torch.ops.aten.sigmoid(w)]
         return [*(module.mean(grad, str(i)) for i, grad in enumerate(grads)), grads[0] * 2]
 
-    traced = trace(function, [f32(2, 4), f32(3)])
+    traced = trace(function, [f32(2, 4).t(), f32(3)])
     expected = traced.compute()
     traced.graph.output_node().meta[gradients._PRIVATE] = frozenset({0, 1, 2})
     traced.ctx.updates_read = {"update": positions}
     traced.run(BucketAllreduce())
-    assert traced.ctx.factors == pytest.approx(factors)
+    on_wire = traced.ctx.on_wire.get("update", ())
+    assert [item is not None for item in on_wire] == stay
     found = module.compute(traced)
-    dtype = torch.bfloat16 if factors else torch.float32
-    assert [value.dtype for value in found[:2]] == [dtype] * 2
-    means = [value.float() * factors.get("update", 1.0) for value in found[:2]]
-    assert_same(means, expected[:2], rtol=2**-7)
+    factors = graph_ops.mean_factors(on_wire or [None] * len(positions))
+    for position, factor, stays in zip(positions, factors, stay or [False] * 2, strict=True):
+        value = found[position]
+        assert value.dtype is (wire if stays else torch.float32)
+        assert value.stride() == expected[position].stride()
+        assert_same([value.float() * factor], [expected[position]], rtol=2**-7, atol=2**-20)
+
+
+def test_update_reads_sums_of_two_modules(module: Module) -> None:
+    other = Module(torch.float16)
+
+    def function(x: Tensor) -> list[Tensor]:
+        return [module.mean(torch.ops.aten.relu(x)), other.mean(torch.ops.aten.sigmoid(x))]
+
+    traced = trace(function, [f32(4)])
+    traced.graph.output_node().meta[gradients._PRIVATE] = frozenset({0, 1})
+    traced.ctx.updates_read = {"update": [0, 1]}
+    traced.run(BucketAllreduce())
+    handles = [item.handle for item in traced.ctx.on_wire["update"] if item is not None]
+    assert handles == [module.sync.handle, other.sync.handle]
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16, torch.bfloat16])
+def test_gradient_that_was_widened_for_the_wire_is_sent_as_it_is(wire: torch.dtype) -> None:
+    module = Module(wire)
+    traced = trace(lambda x: module.mean(torch.ops.aten.relu(x).float()), [f32(2, 4).bfloat16()])
+    expected = traced.compute()
+    traced.run(BucketAllreduce())
+    assert traced.only(SEND).args[2] == [traced.only("aten.relu")]
+    assert not traced.find("aten._to_copy")
+    assert [bucket.dtype for bucket in sent(traced)] == [torch.float32]
+    assert_same(module.compute(traced), expected, rtol=2**-7)
+
+
+def test_sum_that_somebody_else_reads_is_widened(module: Module) -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        mean = module.mean(torch.ops.aten.relu(x))
+        return [mean, mean.sum()]
+
+    traced = trace(function, [f32(4)])
+    traced.ctx.updates_read = {"update": [0]}
+    traced.run(BucketAllreduce())
+    assert not traced.ctx.on_wire
+    assert "bf16" not in traced.text
 
 
 def test_first_bucket_is_small_and_the_others_are_filled(

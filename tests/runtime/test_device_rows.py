@@ -20,7 +20,7 @@ from mpcompile.runtime.scale_policy import ScalePolicy
 from mpcompile.runtime.update import OptimizerUpdate
 from tests.codegen.cuda_on_host import HostMachine
 from tests.runtime.coupled import GlobalNorm
-from tests.runtime.updating import parameters, relative_difference, set_grads
+from tests.runtime.updating import parameters, relative_difference, set_grads, with_factors
 
 
 def _ready(count: int = 2, **options: Any) -> tuple[list[torch.nn.Parameter], OptimizerUpdate]:
@@ -150,6 +150,25 @@ def test_loss_scale_of_float16_is_read_by_the_kernel_alone(
     assert not update.reason
     assert float(scale.inverse(torch.device("cpu"))) == 1 / 512
     assert {float(state["step"]) for state in pair[1].state.values()} == {5.0}
+
+
+@pytest.mark.parametrize("clips", [(), (ClipNorm(0.1),)])
+def test_factor_of_each_gradient_is_read_by_update_and_norm(
+    clips: tuple[ClipNorm, ...], host_machine: HostMachine
+) -> None:
+    lists = [parameters(), parameters()]
+    pair = [torch.optim.AdamW(params, lr=0.01) for params in lists]
+    update = OptimizerUpdate(pair[1])
+    for step in range(4):
+        factors = [2.0 ** (row - step) for row in range(len(lists[0]))]
+        grads = with_factors(lists[0], step, factors)
+        for clip in clips:
+            torch.nn.utils.clip_grad_norm_(lists[0], clip.max_norm)
+        pair[0].step()
+        with contextlib.nullcontext() if step < 2 else _host_may_not_wait():
+            update.run(grads, GradPlan(clips=clips, own_factors=tuple(factors)))
+    assert not update.reason
+    assert relative_difference(*lists) <= 1e-6
 
 
 def test_skip_is_decided_on_the_device(host_machine: HostMachine) -> None:

@@ -14,7 +14,7 @@ from mpcompile.runtime import prepared as prepared_module
 from mpcompile.runtime.grads import NORM_EPSILON, ClipNorm, ClipValue, GradPlan, clip_coefficient
 from mpcompile.runtime.update import OptimizerUpdate
 from mpcompile.runtime.updates import Updates
-from tests.runtime.updating import parameters, relative_difference, set_grads
+from tests.runtime.updating import parameters, relative_difference, set_grads, with_factors
 
 
 def _run(plan: GradPlan, eager_clip: Any, steps: int = 4, scale: float = 1.0) -> tuple[Any, Any]:
@@ -55,6 +55,35 @@ def test_clip_by_value_then_norm_of_unscaled_gradients() -> None:
 
     plan = GradPlan(factor=1 / 1024, clips=(ClipValue(0.7), ClipNorm(2.0)), write=True)
     assert relative_difference(*_run(plan, clip, scale=1024.0)) <= 1e-6
+
+
+@pytest.mark.parametrize("clips", [(), (ClipNorm(0.5),), (ClipValue(0.7), ClipNorm(2.0))])
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+@pytest.mark.parametrize("fused", [True, False])
+def test_sixteen_bit_gradients_with_a_factor_each_are_read_as_their_products(
+    clips: tuple[ClipNorm | ClipValue, ...], factor: float, fused: bool
+) -> None:
+    lists = [parameters(), parameters()]
+    pair = [torch.optim.AdamW(params, lr=0.01) for params in lists]
+    update = OptimizerUpdate(pair[1])
+    update.reason = "" if fused else "on request"
+    for step in range(3):
+        factors = [2.0 ** (row - step) for row in range(len(lists[0]))]
+        grads = with_factors(lists[0], step, factors, factor)
+        eager_norm = None
+        for clip in clips:
+            if isinstance(clip, ClipNorm):
+                eager_norm = torch.nn.utils.clip_grad_norm_(lists[0], clip.max_norm)
+            else:
+                torch.nn.utils.clip_grad_value_(lists[0], clip.value)
+        pair[0].step()
+        plan = GradPlan(factor=factor, clips=clips, own_factors=tuple(factors))
+        outcome = update.run(grads, plan)
+        assert (outcome.norm is None) == (eager_norm is None)
+        if eager_norm is not None:
+            torch.testing.assert_close(outcome.norm, eager_norm, rtol=1e-5, atol=0.0)
+    assert outcome.fused == fused
+    assert relative_difference(*lists) <= 1e-6
 
 
 def test_unwritten_gradients_stay_as_they_were() -> None:

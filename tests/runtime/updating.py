@@ -32,6 +32,19 @@ def set_grads(step: int, *lists: list[torch.nn.Parameter]) -> None:
             param.grad = grad.clone()
 
 
+def with_factors(
+    params: list[torch.nn.Parameter], step: int, factors: Sequence[float], factor: float = 1.0
+) -> list[torch.Tensor]:
+    """Return float16 gradients; give ``params`` what they are, times ``factors`` and ``factor``."""
+    set_grads(step, params)
+    grads = []
+    for param, own in zip(params, factors, strict=True):
+        assert param.grad is not None
+        grads.append((param.grad / own).half())
+        param.grad = grads[-1].float() * own * factor
+    return grads
+
+
 def copy_into(source: torch.optim.Optimizer, dest: torch.optim.Optimizer) -> None:
     """Make parameters and state of ``dest`` those of ``source``, in place."""
     pairs = zip(_params(source), _params(dest), strict=True)
