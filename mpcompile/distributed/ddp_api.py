@@ -1,7 +1,7 @@
 """The private interfaces of DistributedDataParallel that we read or set: all of them are here.
 
 ``Reducer._update_process_group``, ``Reducer._get_zeros_like_grad_buckets``, ``_run_ddp_forward``,
-``_join_config``, ``_use_python_reducer``, ``_delay_all_reduce_all_params``,
+``_join_config``, ``_use_python_reducer``, ``_delay_all_reduce_params``,
 ``_static_graph_delay_allreduce_enqueued``, ``_has_rebuilt_buckets``, ``_get_active_ddp_module``,
 ``_get_ddp_logging_data``, ``bucket_bytes_cap``, ``bucket_bytes_cap_default``, ``modules_buffers``,
 ``_distributed_broadcast_coalesced``, ``broadcast_bucket_size``, ``require_forward_param_sync`` and
@@ -31,8 +31,6 @@ def refusal(ddp: DistributedDataParallel) -> str:
     """Return why the reducer of ``ddp`` has to send as stock torch does, or nothing."""
     if ddp._use_python_reducer:
         return "optimize_ddp='python_reducer' has no buckets; leave that setting at its default"
-    if ddp._delay_all_reduce_all_params:
-        return "all gradients are delayed by delay_all_reduce_named_params; leave it out"
     if ddp._join_config.enable:
         return "join(): ranks that ran out of inputs repeat stock float32 all-reduces"
     hook = ddp._get_ddp_logging_data().get("comm_hook", "")
@@ -46,26 +44,52 @@ def refusal(ddp: DistributedDataParallel) -> str:
 
 def graph_refusal(ddp: DistributedDataParallel) -> str:
     """Return why a graph cannot do what ``ddp`` does around a forward, or nothing."""
-    found = refusal(ddp)
-    if found:
-        return found
-    if ddp.find_unused_parameters and not ddp.static_graph:
-        return "find_unused_parameters: ranks may use other parameters, so reductions differ"
-    if getattr(ddp, "skip_all_reduce_unused_params", False):
-        return "skip_all_reduce_unused_params: its reducer finds out what is used"
-    if ddp.mixed_precision is not None:
-        return "mixed_precision of DistributedDataParallel casts parameters by itself"
-    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules()):
-        return "SyncBatchNorm communicates in the middle of the model"
-    if getattr(ddp, "bucket_bytes_cap_list", None):
-        return "bucket_cap_mb_list fits the buckets of its reducer only"
-    if any(_num_hooks(ddp)):
-        return "hooks on DistributedDataParallel itself; register them on the module inside"
-    if hasattr(ddp, "buffer_hook") or (ddp.parameters_to_ignore and ddp.modules_buffers):
-        return "buffers are not broadcast as they are by default"
-    if reduced_names(ddp) != {name for name, p in named_parameters(ddp) if p.requires_grad}:
-        return "requires_grad was changed after DistributedDataParallel was built"
-    return ""
+    return refusal(ddp) or next((why for is_so, why in _beyond_graphs(ddp) if is_so), "")
+
+
+def _beyond_graphs(ddp: DistributedDataParallel) -> Iterator[tuple[bool, str]]:
+    """Yield what a graph cannot do, and whether ``ddp`` does it."""
+    yield (
+        ddp.find_unused_parameters and not ddp.static_graph,
+        "find_unused_parameters: ranks may use other parameters, so reductions differ",
+    )
+    yield (
+        getattr(ddp, "skip_all_reduce_unused_params", False),
+        "skip_all_reduce_unused_params: its reducer finds out what is used",
+    )
+    yield (
+        delays_reductions(ddp),
+        "delay_all_reduce_named_params: a hook of the wrapper reduces them",
+    )
+    yield (
+        ddp.mixed_precision is not None,
+        "mixed_precision of DistributedDataParallel casts parameters by itself",
+    )
+    yield (
+        any(isinstance(module, torch.nn.SyncBatchNorm) for module in ddp.modules()),
+        "SyncBatchNorm communicates in the middle of the model",
+    )
+    yield (
+        bool(getattr(ddp, "bucket_bytes_cap_list", None)),
+        "bucket_cap_mb_list fits the buckets of its reducer only",
+    )
+    yield (
+        any(_num_hooks(ddp)),
+        "hooks on DistributedDataParallel itself; register them on the module inside",
+    )
+    yield (
+        hasattr(ddp, "buffer_hook") or bool(ddp.parameters_to_ignore and ddp.modules_buffers),
+        "buffers are not broadcast as they are by default",
+    )
+    yield (
+        reduced_names(ddp) != {name for name, p in named_parameters(ddp) if p.requires_grad},
+        "requires_grad was changed after DistributedDataParallel was built",
+    )
+
+
+def delays_reductions(ddp: DistributedDataParallel) -> bool:
+    """Whether a hook on one parameter reduces gradients of others, which have to be there then."""
+    return bool(getattr(ddp, "_delay_all_reduce_params", None))
 
 
 def graph_state(ddp: DistributedDataParallel) -> tuple[object, ...]:

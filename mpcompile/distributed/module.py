@@ -24,10 +24,15 @@ from mpcompile.distributed.agreement import agree_on, compare_parameters, compar
 from mpcompile.distributed.group import WireGroup
 from mpcompile.distributed.plan import Bucket, BucketPlan
 from mpcompile.distributed.record import BucketTimes, SyncRecord
-from mpcompile.errors import SyncError
+from mpcompile.errors import CaptureError, SyncError
 
 _IN_GRAPH = "the graph of the whole step"
 _IN_REDUCER = "mpcompile, in the place of the reducer's process group"
+_DELAYED = (
+    "DistributedDataParallel({}): delay_all_reduce_named_params reduces gradients in a hook of one "
+    "parameter, but a compiled backward hands out all gradients at its end, so others would be "
+    "reduced before they are there. Leave it out: mpcompile chooses its buckets by itself."
+)
 
 
 @dataclass(frozen=True)
@@ -81,9 +86,12 @@ class ModuleSync:
         """Get ready for the backward of a forward that starts now.
 
         Raises:
+            CaptureError: a compiled backward would send gradients that are yet to be computed.
             SyncError: ranks disagree.
         """
         ddp = self._module()
+        if ddp_api.delays_reductions(ddp):
+            raise CaptureError(_DELAYED.format(type(ddp.module).__name__))
         self.check()
         if torch.is_grad_enabled():
             self._averages = ddp_api.keeps_ranks_together(ddp)
