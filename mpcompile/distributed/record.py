@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from mpcompile.distributed.plan import Bucket
 
 
@@ -29,12 +31,14 @@ class GraphBucket:
         start: position of the node that starts it.
         wait: position of the node that waits for it.
         num_nodes: how many nodes the graph has.
+        read_as: dtype of what is handed out: of the wire where only an update reads it.
     """
 
     bucket: Bucket
     start: int
     wait: int
     num_nodes: int
+    read_as: torch.dtype
 
 
 @dataclass(frozen=True)

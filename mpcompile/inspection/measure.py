@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,6 +18,8 @@ from torch.utils.flop_counter import flop_registry
 from mpcompile.distributed.record import GraphBucket
 from mpcompile.graph import decisions, nodes
 from mpcompile.graph.printer import format_dtype
+
+_RECEIVE = "mpcompile.receive_bucket"
 
 
 @dataclass(frozen=True)
@@ -87,16 +89,18 @@ class DecisionRecord:
 def measure_buckets(graph: Graph) -> list[GraphBucket]:
     """Return the gradient buckets that ``graph`` sends, with where they start and are awaited."""
     position = {node: index for index, node in enumerate(graph.nodes)}
-    return [
-        GraphBucket(
-            bucket=node.meta["bucket"],
-            start=index,
-            wait=min(position[user] for user in node.users),
-            num_nodes=len(position),
-        )
-        for node, index in position.items()
-        if "bucket" in node.meta
-    ]
+    return [_measure_bucket(node, position) for node in graph.nodes if "bucket" in node.meta]
+
+
+def _measure_bucket(sent: Node, position: Mapping[Node, int]) -> GraphBucket:
+    (received,) = (user for user in sent.users if nodes.op_name(user) == _RECEIVE)
+    return GraphBucket(
+        bucket=sent.meta["bucket"],
+        start=position[sent],
+        wait=position[received],
+        num_nodes=len(position),
+        read_as=cast(Tensor, nodes.value(received)).dtype,
+    )
 
 
 def measure_ops(graph: Graph) -> OpTotals:

@@ -231,11 +231,12 @@ def _format_graph_buckets(regions: Sequence[RegionReport]) -> str:
             *_bucket_cells(found.bucket),
             f"node {found.start} of {found.num_nodes}",
             f"node {found.wait}",
+            format_dtype(found.read_as),
         )
         for region in regions
         for found in region.buckets
     ]
-    return _table(rows, ("region", *_BUCKET_HEADERS, "starts", "waited for"))
+    return _table(rows, ("region", *_BUCKET_HEADERS, "starts", "waited for", "read as"))
 
 
 def _bucket_cells(bucket: Bucket) -> tuple[object, ...]:

@@ -16,6 +16,7 @@ from mpcompile.config import Config
 from mpcompile.distributed import graph_ops
 from mpcompile.distributed.module import ModuleSync, SyncSettings
 from mpcompile.graph import gradients, nodes
+from mpcompile.graph.printer import format_dtype
 from mpcompile.inspection.measure import measure_buckets
 from mpcompile.passes import BucketAllreduce
 from tests.checking import (
@@ -345,11 +346,25 @@ def test_disabled_by_name(module: Module) -> None:
     check_disabled_by_name(BucketAllreduce(), trace(backward(module), [f32(2, 4), f32(3)]))
 
 
-def test_measure_says_where_buckets_start_and_are_waited_for(module: Module) -> None:
-    traced = trace(backward(module), [f32(2, 4), f32(3)])
+@pytest.mark.parametrize(("updates", "read_as"), [({}, "f32"), ({"update": [0, 1, 2]}, "bf16")])
+def test_measure_says_where_buckets_start_and_are_waited_for_and_what_comes_out(
+    module: Module,
+    monkeypatch: pytest.MonkeyPatch,
+    updates: dict[str, list[int]],
+    read_as: str,
+) -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        grads = [torch.ops.aten.mul(x, float(factor)) for factor in range(2, 5)]
+        return [module.mean(grad, str(index)) for index, grad in enumerate(grads)]
+
+    monkeypatch.setattr(ModuleSync, "capacities", (50, 50))
+    traced = trace(function, [f32(16)])
+    traced.graph.output_node().meta[gradients._PRIVATE] = frozenset({0, 1, 2})
+    traced.ctx.updates_read = updates
     traced.run(BucketAllreduce())
-    (found,) = measure_buckets(traced.graph)
-    order = list(traced.graph.nodes)
-    assert order[found.start] is traced.only(SEND)
-    assert order[found.wait] is traced.only(RECEIVE)
-    assert found.num_nodes == len(order)
+    found, order = measure_buckets(traced.graph), list(traced.graph.nodes)
+    assert len(found) == 3
+    assert [order[item.start] for item in found] == traced.find(SEND)
+    assert [order[item.wait] for item in found] == traced.find(RECEIVE)
+    assert {item.num_nodes for item in found} == {len(order)}
+    assert {format_dtype(item.read_as) for item in found} == {read_as}
