@@ -1,4 +1,4 @@
-"""One rank of a run in which rank 1 dies, hangs or raises. Arguments: rank, port, phase, fault.
+"""One rank of a run in which rank 1 fails. Arguments: rank, port, phase, fault.
 
 The phases "forward", "backward" and "update" are lines of a step in regions; those of ``METHODS``
 are calls that a step makes which is one graph. Rank 0 prints what it ended with, as a line of JSON.
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mpcompile.distributed import module
 from mpcompile.distributed.coordination import Coordinator
 from mpcompile.distributed.module import ModuleSync
 from mpcompile.errors import SyncError
@@ -28,8 +29,10 @@ FAULTY_STEP = 1
 METHODS: dict[str, Any] = {
     "offer": Coordinator,
     "confirm": Coordinator,
+    "broadcast": ModuleSync,
     "send": ModuleSync,
     "receive": ModuleSync,
+    "compare_parameters": module,
 }
 
 
@@ -50,19 +53,21 @@ class Fault:
             return
         if self._kind == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif self._kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)  # threads of Gloo as well
         elif self._kind == "hang":
             time.sleep(10 * SECONDS)
         raise ValueError("the user's own error")
 
 
 def strike_in(fault: Fault, phase: str) -> None:
-    """Have ``fault`` strike where the method is called that ``phase`` names."""
+    """Have ``fault`` strike where the method or function is called that ``phase`` names."""
     owner = METHODS[phase]
     original = getattr(owner, phase)
 
-    def striking(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def striking(*args: Any, **kwargs: Any) -> Any:
         fault.at(phase)
-        return original(self, *args, **kwargs)
+        return original(*args, **kwargs)
 
     setattr(owner, phase, striking)
 

@@ -62,9 +62,9 @@ def with_a_buffer_hook() -> DistributedDataParallel:
     return ddp
 
 
-def with_mixed_precision() -> DistributedDataParallel:
+def with_attribute(name: str, value: object) -> DistributedDataParallel:
     ddp = DistributedDataParallel(nn.Linear(2, 2))
-    ddp.mixed_precision = object()  # type: ignore[assignment]  # a real one needs a GPU
+    setattr(ddp, name, value)  # not every torch has an argument for it
     return ddp
 
 
@@ -86,7 +86,18 @@ def frozen_later() -> DistributedDataParallel:
         (with_sync_batch_norm, "SyncBatchNorm communicates in the middle of the model"),
         (with_a_hook, "hooks on DistributedDataParallel itself; register them on the module"),
         (with_a_buffer_hook, "buffers are not broadcast as they are by default"),
-        (with_mixed_precision, "mixed_precision of DistributedDataParallel casts parameters"),
+        (
+            lambda: with_attribute("mixed_precision", object()),
+            "mixed_precision of DistributedDataParallel casts parameters",
+        ),
+        (
+            lambda: with_attribute("bucket_bytes_cap_list", [1, 2]),
+            "bucket_cap_mb_list fits the buckets of its reducer only",
+        ),
+        (
+            lambda: with_attribute("skip_all_reduce_unused_params", True),
+            "skip_all_reduce_unused_params: its reducer finds out",
+        ),
         (frozen_later, "requires_grad was changed after DistributedDataParallel was built"),
     ],
 )

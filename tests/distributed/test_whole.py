@@ -71,6 +71,28 @@ def looking(job: Job, rank: int) -> Training:
     return Training(step, [model], jobs.labelled)
 
 
+def judging(job: Job, rank: int) -> Training:
+    """A judge whose gradients from the generator's backward are cleared, unread."""
+    generator, judge = jobs.wrap(job, nn.Linear(12, 12)), jobs.wrap(job, jobs.Net())
+    first = torch.optim.SGD(judge.parameters(), lr=0.1)
+    second = torch.optim.SGD(generator.parameters(), lr=0.2)
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            fake = generator(x)
+        loss = F.cross_entropy(judge(x), labels) - 0.1 * F.cross_entropy(judge(fake), labels)
+        loss.backward()
+        first.step()
+        first.zero_grad()
+        F.cross_entropy(judge(generator(x)), labels).backward()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+        return loss.detach()
+
+    return Training(step, [generator, judge], jobs.labelled)
+
+
 def print_later(rank: int) -> str:
     """Rank 0 prints in its third step, when both have had two as one graph."""
     model = DistributedDataParallel(jobs.Net())
@@ -226,6 +248,13 @@ def test_ranks_that_would_round_differently_go_in_regions(ranks: Ranks) -> None:
     for outcome in check_as_stock(ranks, looking, "float32", same=False):
         assert "update" not in str(outcome.report.whole)
         assert "another rank has it in regions, or sends" in str(outcome.report.breaks)
+
+
+def test_reduction_that_nobody_reads_is_left_out(ranks: Ranks) -> None:
+    found = check_as_stock(ranks, judging)
+    assert len(found[0].report.whole) == 1
+    counts = {sync.module: sync.num_backwards for sync in found[0].report.syncs}
+    assert counts == {"Net": 4, "Linear": 4}
 
 
 def test_rank_with_another_batch_size_still_fits(ranks: Ranks) -> None:
