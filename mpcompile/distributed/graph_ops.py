@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from mpcompile.distributed.module import ModuleSync
 
 _LIBRARY = torch.library.Library("mpcompile", "FRAGMENT")
-_LIBRARY.define("average_gradient(Tensor grad, str handle, str name, int turn) -> Tensor")
-_LIBRARY.define(
-    "send_bucket(str handle, int index, Tensor[] grads, ScalarType dtype, Tensor? after) -> Tensor"
-)
-_LIBRARY.define(
-    "receive_bucket(str handle, int index, int size, Tensor sent, Tensor[] kept) -> Tensor"
-)
-_LIBRARY.define("broadcast_buffers(Tensor[] buffers, str handle, bool averages) -> Tensor[]")
+for _schema in (
+    "average_gradient(Tensor grad, str handle, str name, int turn) -> Tensor",
+    "send_bucket(str handle, int index, Tensor[] grads, ScalarType dtype, Tensor? after) -> Tensor",
+    "receive_bucket(str handle, int index, int size, Tensor sent, Tensor[] kept) -> Tensor",
+    "broadcast_buffers(Tensor[] buffers, str handle, bool averages) -> Tensor[]",
+):
+    # The host takes part each time: a replay would send with the scales of when it was captured.
+    _LIBRARY.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
 _modules: Registry[ModuleSync] = Registry(
     "mpcompile::average_gradient: no DistributedDataParallel has the handle", "one that is gone"
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor.utils import get_first_incompatible_cudagraph_node
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -28,6 +29,7 @@ from tests.checking import (
     trace_function,
 )
 
+AVERAGE = "mpcompile.average_gradient"
 SEND = "mpcompile.send_bucket"
 RECEIVE = "mpcompile.receive_bucket"
 
@@ -340,6 +342,15 @@ def test_gradient_with_other_strides_keeps_them(module: Module) -> None:
     traced.run(BucketAllreduce())
     assert _result(traced).stride() == strides
     assert_same(module.compute(traced), expected, rtol=2**-7)
+
+
+def test_cuda_graphs_leave_out_what_is_sent(module: Module) -> None:
+    traced = trace(backward(module), [f32(2, 4), f32(3)])
+    assert get_first_incompatible_cudagraph_node(traced.gm) is traced.find(AVERAGE)[0]
+    traced.run(BucketAllreduce())
+    assert get_first_incompatible_cudagraph_node(traced.gm) is traced.only(SEND)
+    receive: Any = traced.only(RECEIVE).target
+    assert torch.Tag.cudagraph_unsafe in receive.tags
 
 
 def test_disabled_by_name(module: Module) -> None:
