@@ -104,8 +104,9 @@ def test_nothing_in_float32_lies_between_reduction_and_update(
 
 
 @pytest.mark.slow
-def test_inductor_hands_out_buckets_as_they_are(ranks: Ranks) -> None:
-    options: dict[str, object] = {"lowering": "inductor", "dtype": "float32"}
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inductor_hands_out_buckets_as_they_are(ranks: Ranks, dtype: str) -> None:
+    options: dict[str, object] = {"lowering": "inductor", "dtype": dtype}
     for seen in ranks.run(watch, {**options, "wire_dtype": "float16"}):
         assert seen.given == [(torch.float16, 2 * 510)] * 6
         assert seen.num_widened == 0
