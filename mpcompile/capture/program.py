@@ -151,6 +151,8 @@ def _update_step(
     update: UpdateCall, is_scaled: bool, on_wire: Sequence[SumOnWire | None]
 ) -> Callable[[_Slots], Action]:
     clips = update.clips
+    sums = list(dict.fromkeys(on_wire))
+    places = [sums.index(item) for item in on_wire]
 
     def bind(slots: _Slots) -> Action:
         grads = slots.many(update.grads)
@@ -161,7 +163,8 @@ def _update_step(
             bound = [read(env) for read in bounds]
             plan = GradPlan(clips=tuple(map(_planned, clips, bound))) if clips else None
             mine = [None if slot is None else env[slot] for slot in grads]
-            factors = graph_ops.mean_factors(on_wire)
+            factor_of = graph_ops.mean_factors(sums)
+            factors = [factor_of[place] for place in places]
             outcome = ops.run_update(update.handle, mine, update.given, plan, is_scaled, factors)
             for slot in norms:
                 env[slot] = outcome.norm

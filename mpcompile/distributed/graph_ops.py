@@ -56,9 +56,9 @@ def find(handle: str) -> ModuleSync:
     return _modules.find(handle)
 
 
-def mean_factors(grads: Sequence[SumOnWire | None]) -> list[float]:
-    """Return what each gradient of an update is multiplied by: one if it did not stay on a wire."""
-    return [1.0 if grad is None else find(grad.handle).mean_factor(grad.bucket) for grad in grads]
+def mean_factors(sums: Sequence[SumOnWire | None]) -> list[float]:
+    """Return what gradients of each bucket are multiplied by: one where they are on no wire."""
+    return [1.0 if item is None else find(item.handle).mean_factor(item.bucket) for item in sums]
 
 
 def _average_gradient(grad: Tensor, handle: str, name: str, turn: int) -> Tensor:
