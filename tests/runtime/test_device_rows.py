@@ -152,9 +152,10 @@ def test_loss_scale_of_float16_is_read_by_the_kernel_alone(
     assert {float(state["step"]) for state in pair[1].state.values()} == {5.0}
 
 
+@pytest.mark.parametrize("skip", [None, torch.zeros(())])
 @pytest.mark.parametrize("clips", [(), (ClipNorm(0.1),)])
 def test_factor_of_each_gradient_is_read_by_update_and_norm(
-    clips: tuple[ClipNorm, ...], host_machine: HostMachine
+    clips: tuple[ClipNorm, ...], skip: torch.Tensor | None, host_machine: HostMachine
 ) -> None:
     lists = [parameters(), parameters()]
     pair = [torch.optim.AdamW(params, lr=0.01) for params in lists]
@@ -166,7 +167,7 @@ def test_factor_of_each_gradient_is_read_by_update_and_norm(
             torch.nn.utils.clip_grad_norm_(lists[0], clip.max_norm)
         pair[0].step()
         with contextlib.nullcontext() if step < 2 else _host_may_not_wait():
-            update.run(grads, GradPlan(clips=clips, own_factors=tuple(factors)))
+            update.run(grads, GradPlan(clips=clips, skip=skip, own_factors=tuple(factors)))
     assert not update.reason
     assert relative_difference(*lists) <= 1e-6
 
