@@ -32,10 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.update_on_cuda import print_tables
 from mpcompile.codegen.build import build_library
 from mpcompile.runtime.grads import ClipNorm, GradPlan
+from mpcompile.runtime.guarding import guarded_plan
+from mpcompile.runtime.loss_scale import LossScale
+from mpcompile.runtime.scale_policy import ScalePolicy
 from mpcompile.runtime.table import build_chunks
 from mpcompile.runtime.update import OptimizerUpdate
 
-LR, DECAY, MAX_NORM = 1e-3, 0.01, 1.0
+LR, DECAY, MAX_NORM, SCALE = 1e-3, 0.01, 1.0, 1024.0
 LAYER = [(1536, 512), (1536,), (512, 512), (512,), (2048, 512), (2048,), (512, 2048)] + [(512,)] * 5
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "50 tensors": [(8192, 512)] * 2 + LAYER * 4,
@@ -59,9 +62,17 @@ def make_params(shapes: Sequence[tuple[int, ...]]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
-def halves(params: Sequence[nn.Parameter]) -> dict[torch.Tensor, torch.Tensor]:
-    """Return a bf16 copy of each parameter."""
-    return {param: param.detach().bfloat16() for param in params}
+def make_grads(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Return gradients that are the same at every call."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def halves(
+    params: Sequence[nn.Parameter], dtype: torch.dtype = torch.bfloat16
+) -> dict[torch.Tensor, torch.Tensor]:
+    """Return a 16-bit copy of each parameter."""
+    return {param: param.detach().to(dtype) for param in params}
 
 
 def scaler_row(shapes: Sequence[tuple[int, ...]]) -> Row:
@@ -160,14 +171,32 @@ def our_row(shapes: Sequence[tuple[int, ...]]) -> Row:
     return Row("mpcompile", params, lambda: update.run(plan=plan))
 
 
+def our_float16_row(shapes: Sequence[tuple[int, ...]], clip: bool) -> Row:
+    """The same behind a loss scale: scaled gradients in float16, one that overflows skips it."""
+    params = make_params(shapes)
+    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=DECAY)
+    update, scale = OptimizerUpdate(optimizer), LossScale(ScalePolicy(initial=SCALE))
+    update.set_copies(halves(params, torch.float16))
+    grads = [(grad * SCALE).half() for grad in make_grads(shapes)]
+    plan = GradPlan(clips=(ClipNorm(MAX_NORM),) if clip else ())
+
+    def run() -> None:
+        scale.begin_call()
+        update.run(grads, guarded_plan(plan, scale, optimizer, grads, is_scaled=True))
+        scale.end_call(failed=False)
+
+    return Row(f"mpcompile float16{', clipped' if clip else ''}", params, run)
+
+
 def measure(shapes: list[tuple[int, ...]], args: argparse.Namespace) -> list[Row]:
     """Run all rows in turns and return them with their times."""
     rows = [scaler_row(shapes), fused_row(shapes, clip=True), fused_row(shapes, clip=False)]
     if len(shapes) <= args.inductor_tensors:
         rows.append(inductor_row(shapes))
-    rows += [yardstick_row(shapes), our_row(shapes)]
-    generator = torch.Generator().manual_seed(1)
-    fresh = [torch.randn(shape, generator=generator) for shape in shapes]
+    rows.append(yardstick_row(shapes))
+    rows += [our_float16_row(shapes, clip) for clip in (False, True)]
+    rows.append(our_row(shapes))
+    fresh = make_grads(shapes)
     for step in range(args.warmup + args.steps):
         for row in rows:
             for param, grad in zip(row.params, fresh, strict=True):
@@ -193,7 +222,8 @@ def format_rows(rows: Sequence[Row]) -> str:
             float((a - b).detach().norm() / b.detach().norm())
             for a, b in zip(row.params, reference, strict=True)
         )
-        note = "not clipped" if row.name == "fused AdamW alone" else f"{far:.0e}"
+        clips = row.name not in ("fused AdamW alone", "mpcompile float16")
+        note = f"{far:.0e}" if clips else "not clipped"
         spread = f"{low * 1e3:.2f} - {high * 1e3:.2f}"
         lines.append((row.name, f"{median * 1e3:.2f}", spread, f"{median / ours:.2f}", note))
     headers = ("row", "median ms", "range ms", "times ours", "params differ by")

@@ -32,6 +32,8 @@ from mpcompile.runtime import scale_ops  # noqa: F401  # defines the ops
 from mpcompile.runtime.loss_scale import ScaledRegion
 
 _OPS = torch.ops.mpcompile
+_PART = 2.0**-64
+"""Of numbers just within the range, more can be added up than fit into memory."""
 _COPIES = frozenset({"aten.clone", "aten._to_copy"})
 _BOUNDS = frozenset(
     f"aten.{op}"
@@ -206,13 +208,17 @@ def _numel(node: Node) -> float:
 
 
 def _insert_sum(node: Node) -> Node:
-    """Insert the sum behind ``node``: it is not finite if an element is not.
+    """Insert a sum behind ``node`` that is not finite exactly if an element is not.
 
-    A sum of finite numbers that is beyond float32 counts as an overflow too. The largest magnitude
-    would be exact, but ATen's CPU kernel for it takes twenty times as long.
+    Halves are summed in float32, which has room for all of them; of wider numbers so small a part
+    is taken that their sum has room. The largest magnitude would tell too, but ATen's CPU kernel
+    for it takes twenty times as long.
     """
+    aten = torch.ops.aten
+    if cast(Tensor, nodes.value(node)).dtype is not torch.float16:
+        node = nodes.call_after(node, aten.mul.Tensor, (node, _PART), {})
     kwargs = {"dtype": torch.float32} if nodes.is_half(node) else {}
-    return nodes.call_after(node, torch.ops.aten.sum.default, (node,), kwargs)
+    return nodes.call_after(node, aten.sum.default, (node,), kwargs)
 
 
 # --- a backward that Dynamo traced: it begins where the loss is differentiated --------------------

@@ -93,9 +93,9 @@ def test_first_step_with_a_closure_can_be_skipped() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mpcompile. the first call compiled nothing")
-def test_lbfgs_is_put_back_with_all_its_history() -> None:
+def test_lbfgs_is_put_back_with_all_its_history_and_statistics() -> None:
     """Dynamo leaves all of it to Python, so it runs in float32; NaN is an overflow there too."""
-    model, opt, step = build(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3), normed=False)
+    model, opt, step = build(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3))
     compiled = compile_step(step, dtype="float16")
     for _ in range(2):
         compiled(*batch())
@@ -105,6 +105,27 @@ def test_lbfgs_is_put_back_with_all_its_history() -> None:
     loss = compiled(*batch())
     assert loss < compiled(*batch()) * 2
     assert loss.isfinite()
+    assert int(model[1].num_batches_tracked) > int(before[0]["1.num_batches_tracked"])
+
+
+@pytest.mark.filterwarnings("ignore:mpcompile. the first call compiled nothing")
+def test_statistics_go_back_with_their_own_optimizer_alone() -> None:
+    models, steps = [], []
+    for _ in range(2):
+        model, _, step = build(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2))
+        models.append(model)
+        steps.append(step)
+
+    def both(good: Any, bad: Any) -> None:
+        steps[0](*good)
+        steps[1](*bad)
+
+    compiled = compile_step(both, dtype="float16")
+    compiled(batch(), batch())
+    before = [copy.deepcopy(model.state_dict()) for model in models]
+    compiled(batch(), spoilt())
+    assert_equal(models[1].state_dict(), before[1])
+    assert not torch.equal(models[0][1].running_mean, before[0]["1.running_mean"])
 
 
 def test_bfloat16_step_with_a_closure_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,21 @@
-"""What capture does for the loss scale: watch the calls of a graph, say what it writes to."""
+"""What capture does for the loss scale: watch calls of graphs, say what they and closures write."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
+from mpcompile.capture.reach import reach
 from mpcompile.distributed.plan import SumOnWire
 from mpcompile.graph.roles import GraphKind, InputRole, Roles
 from mpcompile.lowering import Compiled
-from mpcompile.runtime.loss_scale import ScaledRegion
+from mpcompile.runtime.dispatch import Guard
+from mpcompile.runtime.loss_scale import LossScale, ScaledRegion
+from mpcompile.runtime.updates import Updates
 
 _GRADIENTS = (InputRole.GRADIENT, InputRole.TANGENT)
 
@@ -55,3 +58,17 @@ def written_state(roles: Roles) -> tuple[int, ...]:
     state = [node for node in roles.mutated if roles.inputs.get(node) not in _GRADIENTS]
     descs = [node.meta.get("desc") for node in state]
     return tuple(sorted(desc.idx for desc in descs if isinstance(desc, PlainAOTInput)))
+
+
+def step_guard(scale: LossScale, updates: Updates) -> Guard:
+    """Return what guards a step that runs as it is: it goes back as a whole if it overflows.
+
+    Its closure may run in Python, so the buffers of all modules that this can reach are kept.
+    """
+
+    def guard(optimizer: torch.optim.Optimizer, given: Sequence[Any]) -> Callable[[], None]:
+        modules = [item for item in reach(*given) if isinstance(item, torch.nn.Module)]
+        scale.keep_buffers(optimizer, [b for m in modules for b in m.buffers(recurse=False)])
+        return updates.guard(optimizer)
+
+    return guard

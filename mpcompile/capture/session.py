@@ -31,6 +31,7 @@ from mpcompile.capture.assignment import read_assignment
 from mpcompile.capture.ddp import GradientSync
 from mpcompile.capture.parameter_lists import ParameterLists
 from mpcompile.capture.replay import EXACT, HALF, MOVES, Bounds, Replay
+from mpcompile.capture.scaling import step_guard
 from mpcompile.config import Config, is_disabled
 from mpcompile.distributed.module import ModuleSync
 from mpcompile.graph.roles import GraphKind
@@ -256,7 +257,8 @@ class Session:
 
     def _dispatching(self) -> AbstractContextManager[None]:
         """Send ``Optimizer.step`` to the updates; in regions to the originals if fusing is off."""
-        guard = None if self.loss_scale is None else self.updates.guard
+        scale = self.loss_scale
+        guard = None if scale is None else step_guard(scale, self.updates)
         if self._whole or self.manager.is_enabled("fuse-updates"):
             cleared = None if self.drops is None else self.drops.note_cleared
             return dispatch.running(self.updates.run, guard, cleared)

@@ -114,7 +114,8 @@ class Cuda:
 class Total:
     """What is done once with the first sum of all rows together.
 
-    ``stores`` read the scalar ``total``; they write numbers of the launch, or ``norm``.
+    ``stores`` read the scalar ``total``; they write numbers of the launch, or ``norm``. Without any
+    the sums of the chunks are all that is wanted.
     """
 
     stores: tuple[Store, ...]
@@ -269,7 +270,9 @@ def _finish_part(frame: _Frame, phase: Phase) -> list[str]:
 
 def _total_part(frame: _Frame, phase: Phase, total: Total) -> list[str]:
     """Return what the block that arrives last of all does once."""
-    (reduction,) = phase.reductions
+    if not total.stores:
+        return []
+    reduction = phase.reductions[0]
     block = Block(Cuda(), frame.uniform_leaf)
     texts = block.emit(store.value for store in total.stores)
     writes = []
@@ -345,8 +348,8 @@ def _entry_function(phase: int, cases: dict[int, str], total: Total | None) -> l
 def emit_cuda(kernel: Kernel, total: Total | None = None) -> str:
     """Return the CUDA C++ source of ``kernel``: one kernel a phase.
 
-    With ``total``, the kernel has one phase and one sum a row, and what counts is all rows
-    together.
+    With ``total``, the kernel has one phase, and what counts are the sums of the chunks, the first
+    of them over all rows together.
     """
     schedules = [build_schedule(case) for case in kernel.cases]
     index = _leaf_index(kernel)

@@ -20,7 +20,6 @@ from mpcompile.codegen.expr import (
     levels,
     load,
     postorder,
-    reduce,
     scalar,
     substitute,
     uniform_set,
@@ -260,22 +259,3 @@ def _with_totals(
         )
         for case in cases
     ], tuple(folds)
-
-
-def norm_case(grad: str, steps: Sequence[str], order: float) -> Case:
-    """Return the case whose sum 0 is what the norm of a gradient needs; f64 cannot overflow.
-
-    Sum of squares, of magnitudes or of powers, or the largest magnitude.
-    """
-    element = cast(prepared_grad(load("grad", grad), steps), "f64")
-    magnitude = apply("abs", element, dtype="f64")
-    if order == 2:
-        value = reduce("sum", apply("mul", element, element, dtype="f64"), "f64")
-    elif order == 1:
-        value = reduce("sum", magnitude, "f64")
-    elif order == float("inf"):
-        value = reduce("max", magnitude, "f64")
-    else:
-        power = apply("pow", magnitude, scalar("input.order", "f64"), dtype="f64")
-        value = reduce("sum", power, "f64")
-    return Case(sums=(value,))  # type: ignore[arg-type]  # reduce() builds a Reduce

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +28,8 @@ from mpcompile.runtime.late_state import settle
 Step = Callable[..., Any]
 Runner = Callable[[torch.optim.Optimizer, Step], Any]
 """Updates the optimizer; the second argument is its own step, a function of the optimizer."""
-Guard = Callable[[torch.optim.Optimizer], Callable[[], None]]
-"""Called before a step that runs as it is; what it returns is called after it."""
+Guard = Callable[[torch.optim.Optimizer, Sequence[Any]], Callable[[], None]]
+"""Called before a step that runs as it is, with its arguments; what it returns after it."""
 
 Cleared = Callable[[torch.optim.Optimizer], None]
 """Told of each optimizer whose gradients the step has set to None, where no graph does it."""
@@ -137,10 +137,10 @@ def _run(optimizer: torch.optim.Optimizer, original: Step) -> Any:
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]  # torch's
-def _begin_guarded(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def _begin_guarded(optimizer: torch.optim.Optimizer, given: Sequence[Any]) -> Callable[[], None]:
     guard = _innermost().guard
     assert guard is not None, "the caller has asked"
-    end: Callable[[], None] = torch.compiler.disable(guard(optimizer))
+    end: Callable[[], None] = torch.compiler.disable(guard(optimizer, given))
     return end
 
 
@@ -148,7 +148,7 @@ def _run_guarded(
     optimizer: torch.optim.Optimizer, original: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run a step that takes arguments; what it calls is compiled as usual."""
-    end = _begin_guarded(optimizer)
+    end = _begin_guarded(optimizer, (*args, *kwargs.values()))
     result = original(optimizer, *args, **kwargs)
     end()
     return result
@@ -243,6 +243,17 @@ def _zero_grad_dispatching(stock: Callable[..., None]) -> Callable[..., None]:
     return zero_grad
 
 
+def _getstate_settling(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return a ``__getstate__``, for copies and pickles, that waits for true step counts."""
+
+    @functools.wraps(stock)
+    def __getstate__(self: torch.optim.Optimizer) -> dict[str, Any]:
+        settle(self)
+        return stock(self)
+
+    return __getstate__
+
+
 def install() -> None:
     """Put dispatchers into all optimizer classes, those to come included; once."""
     global _installed
@@ -260,6 +271,8 @@ def install() -> None:
         )
         zero_grad = _zero_grad_dispatching(torch.optim.Optimizer.zero_grad)
         torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        getstate = _getstate_settling(torch.optim.Optimizer.__getstate__)
+        torch.optim.Optimizer.__getstate__ = getstate  # type: ignore[method-assign]
         for cls in _subclasses(torch.optim.Optimizer):
             step = vars(cls).get("step")
             if getattr(step, "hooked", False):

@@ -8,8 +8,9 @@ written, by the same kernel.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from mpcompile.runtime.cases import CLAMP, OWN, SCALE
 
 if TYPE_CHECKING:
     from mpcompile.runtime.norms import NormKernels
+    from mpcompile.runtime.overflows import NotFinite
     from mpcompile.runtime.prepared import Number, Prepared
 
 NORM_EPSILON = 1e-6
@@ -40,13 +42,21 @@ class ClipValue:
     value: float
 
 
+Verdict = Callable[["NotFinite | None"], torch.Tensor]
+"""Returns one number, which skips an update if it is not zero.
+
+It is told what is not finite among the gradients, or None to look by itself.
+"""
+
+
 @dataclass(frozen=True)
 class GradPlan:
     """Treatment of the gradients: times ``own_factors``, times ``factor``, then ``clips`` in order.
 
     ``own_factors`` has a number for each gradient that is there, or none. ``factor`` is a tensor
-    where only a device knows it. ``skip``, one number, skips the update if it is not zero.
-    ``write`` leaves the treated gradients in the tensors that were given, as eager does.
+    where only a device knows it. ``skip``, one number, skips the update if it is not zero;
+    ``verdict``, which is asked once a step, takes its place. ``write`` leaves the treated gradients
+    in the tensors that were given, as eager does.
     """
 
     factor: float | torch.Tensor = 1.0
@@ -54,6 +64,7 @@ class GradPlan:
     skip: torch.Tensor | None = None
     write: bool = False
     own_factors: tuple[float, ...] = ()
+    verdict: Verdict | None = None
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -71,25 +82,40 @@ class GradPlan:
         """Whether there is a factor other than one."""
         return isinstance(self.factor, torch.Tensor) or self.factor != 1.0
 
-    def inputs(
-        self, prepared: Prepared, norms: NormKernels, grads: Sequence[torch.Tensor]
-    ) -> tuple[list[Number | None], torch.Tensor | None]:
-        """Return the number of each step, and the last norm. One pass over the gradients a norm.
+    @property
+    def may_skip(self) -> bool:
+        """Whether the update may be told to do nothing."""
+        return self.skip is not None or self.verdict is not None
 
-        A number that a device computed where it is needed is None, and so is what is not one number
-        for all gradients.
+    def decide(self, found: NotFinite | None = None) -> torch.Tensor | None:
+        """Return what skips the update if it is not zero; None if nothing does."""
+        return self.skip if self.verdict is None else self.verdict(found)
+
+    def look(
+        self, prepared: Prepared, norms: NormKernels, grads: Sequence[torch.Tensor]
+    ) -> tuple[list[Number | None], torch.Tensor | None, NotFinite | None]:
+        """Return the number of each step, the last norm, and what a verdict has to know.
+
+        Each norm is one pass over the gradients. The first one finds out what is not finite too;
+        without one that is a pass by itself. A number that a device computed where it is needed is
+        None, and so is what is not one number for all gradients.
         """
         numbers: list[Number | None] = [None] if self.own_factors else []
         numbers += [] if self._is_plain else [self.factor]
-        norm = None
+        norm = found = None
         for clip in self.clips:
             if isinstance(clip, ClipValue):
                 numbers.append(float(clip.value))
                 continue
             done = self.steps[: len(numbers)]
-            number, norm = norms.clip(prepared, grads, done, numbers, clip)
+            checks = self.verdict is not None and found is None
+            number, norm, seen = norms.clip(prepared, grads, done, numbers, clip, checks)
+            found = seen if found is None else found
             numbers.append(number)
-        return numbers, norm
+        if self.verdict is not None and found is None:
+            scales = tuple(itertools.takewhile(lambda step: step == SCALE, self.steps))
+            found = norms.check(prepared, grads, scales, numbers[: len(scales)])
+        return numbers, norm, found
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> float:

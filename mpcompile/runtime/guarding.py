@@ -10,6 +10,7 @@ import torch
 from mpcompile.runtime.grads import GradPlan
 from mpcompile.runtime.loss_scale import LossScale
 from mpcompile.runtime.machines import is_awaited
+from mpcompile.runtime.overflows import NotFinite
 
 
 def guarded_plan(
@@ -19,7 +20,7 @@ def guarded_plan(
     grads: Sequence[torch.Tensor | None],
     is_scaled: bool = False,
 ) -> GradPlan:
-    """Return ``plan`` with the verdict of ``loss_scale`` on the gradients.
+    """Return ``plan`` with the verdict of ``loss_scale`` on the gradients, to be asked for once.
 
     Args:
         plan: what else happens to the gradients.
@@ -28,12 +29,17 @@ def guarded_plan(
         grads: what the update reads.
         is_scaled: the graph left ``grads`` scaled; the update unscales them.
     """
-    skip = loss_scale.skip_for(optimizer, grads)
-    if plan.skip is not None:
-        skip = skip.logical_or(plan.skip)
+    asked = plan.skip
+
+    def verdict(found: NotFinite | None) -> torch.Tensor:
+        skip = loss_scale.skip_for(optimizer, grads, found)
+        return skip if asked is None else skip.logical_or(asked)
+
     if is_scaled:
-        plan = replace(plan, factor=plan.factor * _number(loss_scale.inverse(skip.device)))
-    return replace(plan, skip=skip)
+        devices = [grad.device for grad in grads if grad is not None]
+        inverse = loss_scale.inverse(devices[0] if devices else torch.device("cpu"))
+        plan = replace(plan, factor=plan.factor * _number(inverse))
+    return replace(plan, skip=None, verdict=verdict)
 
 
 def _number(inverse: torch.Tensor) -> float | torch.Tensor:

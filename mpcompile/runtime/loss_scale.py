@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mpcompile.errors import CaptureError, ConfigError
 from mpcompile.registry import Registry
 from mpcompile.runtime.buffers import BufferSnapshots
+from mpcompile.runtime.overflows import NotFinite, not_finite, overflows_of
 from mpcompile.runtime.record import ScaleRecord
 from mpcompile.runtime.scale_policy import ScalePolicy
 from mpcompile.runtime.scale_state import FIELD_NAMES, DeviceState, Field, real_tensors
@@ -34,7 +35,6 @@ from mpcompile.runtime.structure import params_of
 _scales: Registry[LossScale] = Registry(
     "mpcompile::loss_scale: no step has the loss scale", "one that is gone"
 )
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _counter = itertools.count()
 
 
@@ -193,7 +193,7 @@ class LossScale:
 
     def note(self, source: int, sums: Sequence[Tensor]) -> None:
         """Note whether the gradients with these ``sums`` overflowed."""
-        found = self.state(sums[0].device).note(source, _not_finite(sums))
+        found = self.state(sums[0].device).note(source, NotFinite(not_finite(sums)))
         for region in self._regions:
             if region.source == source and region.flag is not None:
                 region.flag.logical_or_(found)
@@ -201,7 +201,7 @@ class LossScale:
     def skip_in_graph(self, source: int, sums: Sequence[Tensor]) -> Tensor:
         """Return a flag: whether an update in a graph, which reads ``sums``, is to be left out."""
         device = sums[0].device
-        found = self.state(device).note(source, _not_finite(sums))
+        found = self.state(device).note(source, NotFinite(not_finite(sums)))
         skip = self._agreed(torch.stack([found, *self._flags(device, None)]).any())
         for region in self._regions:
             if region.source == source and region.flag is not None:
@@ -214,10 +214,20 @@ class LossScale:
 
     # --- what updates do -------------------------------------------------------------------------
 
-    def skip_for(self, optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None]) -> Tensor:
+    def skip_for(
+        self,
+        optimizer: torch.optim.Optimizer,
+        grads: Sequence[Tensor | None],
+        found: NotFinite | None = None,
+    ) -> Tensor:
         """Return a flag: whether ``optimizer`` is to leave out the step that reads ``grads``.
 
         Buffers that the step's forward wrote to are put back if so, without a wait.
+
+        Args:
+            optimizer: whose step.
+            grads: one for each parameter; None for those without.
+            found: what is not finite among those that are there; None if nobody has looked.
         """
         groups = optimizer.param_groups
         params = frozenset(id(param) for group in groups for param in group["params"])
@@ -225,12 +235,20 @@ class LossScale:
         device = present[0].device if present else torch.device("cpu")
         flags = self._flags(device, params)
         if present:
-            bad = _not_finite(sums_of(present))
-            flags.append(self.state(device).note(self._source_of(optimizer, grads), bad))
+            found = found or NotFinite(overflows_of(present))
+            flags.append(self.state(device).note(self._source_of(optimizer, grads), found))
         skip = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool)
         skip = self._agreed(skip)
         self.end_update(skip, params)
         return skip
+
+    def keep_buffers(self, optimizer: torch.optim.Optimizer, buffers: Sequence[Tensor]) -> None:
+        """Keep what ``buffers`` hold: they go back if the step of ``optimizer`` is left out.
+
+        For forwards that are no graphs of ours.
+        """
+        params = frozenset(map(id, params_of(optimizer)))
+        self.buffers.keep(buffers, ScaledRegion(self, -1, fed=(0,), params=params))
 
     def end_update(self, skip: Tensor, params: frozenset[int] | None) -> None:
         """Note that an update of ``params`` (None: any) has been decided on."""
@@ -365,24 +383,3 @@ def find_scale(handle: str) -> LossScale:
         CaptureError: there is none; the graph belongs to a step that is gone.
     """
     return _scales.find(handle)
-
-
-def sums_of(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return for each gradient a number that is not finite if an element is not.
-
-    On a GPU that is the largest magnitude, for which there is one kernel over all tensors; on a CPU
-    the sum, for which there is a fast one.
-    """
-    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-    if any(grad.device.type == "cpu" or not grad.numel() for grad in dense):
-        return [grad.sum(dtype=_WIDE.get(grad.dtype)) for grad in dense]
-    return list(torch._foreach_norm(dense, float("inf")))
-
-
-def _not_finite(sums: Sequence[Tensor]) -> Tensor:
-    """Return a flag for each of ``sums``."""
-    first = sums[0]
-    if all(item.dtype is first.dtype and item.device == first.device for item in sums):
-        return ~torch.stack(list(sums)).isfinite()
-    flags = [item.isfinite().to(first.device, non_blocking=True) for item in sums]
-    return ~torch.stack(flags)

@@ -28,7 +28,7 @@ from mpcompile.runtime.grads import OwnGrads
 from mpcompile.runtime.handles import can_read_grads
 from mpcompile.runtime.host_part import ON_DEVICE, split_all, state_key
 from mpcompile.runtime.late_state import LATE, LatePart, LateState
-from mpcompile.runtime.machines import machine_of
+from mpcompile.runtime.machines import is_awaited, machine_of
 from mpcompile.runtime.planning import (
     GradTreatment,
     check_same_device,
@@ -246,14 +246,14 @@ class Prepared:
     def take_skip(self, skip: torch.Tensor | None) -> bool:
         """Have the next launch read ``skip``; return whether it is to run.
 
-        The host reads it, and so waits, only where it keeps what a skip must not change and the
-        device does not count for itself.
+        The host reads it where that is no wait. For a device it waits only where it keeps what a
+        skip must not change and the device does not count for itself.
         """
         rows = self.rows
         if not isinstance(rows, DeviceRows):
-            return True
+            return skip is None or not bool(skip.item())
         takes_skip = rows.takes_skip and not self._analyses[0][1].group_results
-        if skip is not None and not takes_skip:
+        if skip is not None and not (takes_skip and is_awaited(skip)):
             if bool(skip.item()):
                 return False
             skip = None

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mpcompile.runtime.overflows import NotFinite
 from mpcompile.runtime.scale_policy import ScalePolicy
 
 
@@ -61,11 +62,11 @@ class DeviceState:
     def __getitem__(self, name: Field) -> Tensor:
         return self.fields[name]
 
-    def note(self, source: int, bad: Tensor) -> Tensor:
+    def note(self, source: int, overflowed: NotFinite) -> Tensor:
         """Note which of the names of ``source`` overflowed; return whether any did."""
-        found = bad.any()
+        found = overflowed.flags.any()
         first = found & (self[Field.FOUND] == 0)
-        position = bad.to(torch.uint8).argmax()
+        position = overflowed.first()
         self[Field.SOURCE].copy_(torch.where(first, source, self[Field.SOURCE]))
         self[Field.POSITION].copy_(torch.where(first, position, self[Field.POSITION]))
         self[Field.FOUND].logical_or_(found)

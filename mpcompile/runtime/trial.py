@@ -54,11 +54,9 @@ def check(
     rows = _smallest_of_each_kind(prepared, _FEW if is_coupled else 1)
     members = [prepared.members[row] for row in rows]
     used = [  # as precise as the optimizer's own code takes them
-        grads[row].detach().to(m.param.dtype).to(grads[row].dtype, copy=True)
+        _finite(grads[row].detach().to(m.param.dtype).to(grads[row].dtype, copy=True))
         for row, m in zip(rows, members, strict=True)
     ]
-    if not all(bool(grad.isfinite().all()) for grad in used):
-        return
     beside = without[:_FEW] if is_coupled else ()
     before, eager, fused = (_Copy(optimizer, members, beside) for _ in range(3))
     devices = {m.param.device for m in members if m.param.device.type == "cuda"}
@@ -133,6 +131,11 @@ class _Copy:
                 is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
                 found += [(path, torch.as_tensor(value))] if is_number else []
         return found
+
+
+def _finite(grad: torch.Tensor) -> torch.Tensor:
+    """Return ``grad`` with numbers in the place of what is not finite, which would tell nothing."""
+    return torch.where(grad.isfinite(), grad, 2.0**-10)
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

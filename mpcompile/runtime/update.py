@@ -146,11 +146,12 @@ class OptimizerUpdate:
         prepared.current_grads = grads
         if prepared.late is None and prepared.machine is not None:
             settle(self.optimizer)
-        if not prepared.take_skip(plan.skip):
-            return Outcome(fused=True, skipped=True)
         prepared.take_factors(plan.own_factors)
-        inputs, norm = plan.inputs(prepared, self.norms, grads)
-        prepared.launch(inputs)
+        numbers, norm, found = plan.look(prepared, self.norms, grads)
+        if not prepared.take_skip(plan.decide(found)):
+            prepared.current_grads = ()
+            return Outcome(fused=True, norm=norm, skipped=True)
+        prepared.launch(numbers)
         return Outcome(fused=True, norm=norm)
 
     def _ready(
@@ -209,10 +210,12 @@ class OptimizerUpdate:
     ) -> Outcome:
         """Run the optimizer's own step on the gradients after ``plan``."""
         settle(self.optimizer)
-        if plan.skip is not None and bool(plan.skip.item()):
-            return Outcome(fused=False, reason=reason, skipped=True)
         params = params_of(self.optimizer)
         grads = [None if g is None else g.to(p.dtype) for p, g in zip(params, grads, strict=True)]
+        skip = plan.decide()
+        if skip is not None and bool(skip.item()):
+            _, norm = apply_eagerly(replace(plan, write=False), grads)
+            return Outcome(fused=False, reason=reason, norm=norm, skipped=True)
         treated, norm = apply_eagerly(plan, grads)
         before = [p.grad for p in params]
         grad_mode = self._grad_mode
@@ -249,7 +252,7 @@ def _key(
 
 
 def _treatment(plan: GradPlan) -> GradTreatment:
-    return GradTreatment(plan.steps, plan.write, plan.skip is not None)
+    return GradTreatment(plan.steps, plan.write, plan.may_skip)
 
 
 def _refusal(optimizer: torch.optim.Optimizer) -> str:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from mpcompile.backend import last_report, skipped
-from tests.capture.patterns import calls, clipping, gradients, hooks, models, optimizers
 from tests.capture.patterns.registry import PATTERNS
+from tests.capture.test_whole_patterns import _MODULES  # noqa: F401  # they register patterns
 from tests.programs import Program, Raised, run
 from tests.steps import compile_step
 
-_MODULES = (calls, clipping, gradients, hooks, models, optimizers)  # register their patterns
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 READ = "_local_scalar_dense"
 REFUSED = "value_returned_for_another_backward"

@@ -101,6 +101,17 @@ def test_overflow_is_noted_with_the_name_of_the_gradient() -> None:
     assert record.first.startswith("input")
 
 
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_finite_gradients_whose_sum_has_no_room_are_no_overflow(spoilt: bool) -> None:
+    traced, scale = trace_update(lambda p: p.sub_(cast(Tensor, p.grad)))
+    traced.run(ScaleLoss())
+    gradient = torch.full((4,), 3e38)
+    gradient[2] = float("inf") if spoilt else -1.0
+    _, weight = run_update(traced, gradient)
+    assert_same([weight], [torch.zeros(4) if spoilt else -gradient])
+    assert scale.state(CPU)[Field.FOUND] == spoilt
+
+
 def test_graph_without_a_loss_scale_is_left_alone() -> None:
     check_left_alone(ScaleLoss(), linear_step())
 

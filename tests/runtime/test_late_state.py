@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -216,6 +217,26 @@ def test_loaded_state_is_taken(pattern: str, machine: HostMachine) -> None:
         opt.load_state_dict(copy.deepcopy(saved))
     pair.run(".x.x..")
     pair.assert_same()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))])
+def test_copied_optimizer_has_true_counts(copied: Any, machine: HostMachine) -> None:
+    dispatch.install()
+    machine.lateness = 3
+    pair = Pair()
+    pair.run("..xx")
+    twin = copied(pair.fused)
+    assert {float(state["step"]) for state in twin.state.values()} == {2.0}
+
+
+def test_count_that_is_read_by_itself_is_ahead_by_skips_under_way(machine: HostMachine) -> None:
+    """As documented: nothing tells us of such a read, and the step must not wait."""
+    machine.lateness = 3
+    pair = Pair()
+    pair.run("..xx")
+    assert pair.counts() == {4.0}
+    pair.fused.state_dict()
+    assert pair.counts() == {2.0}
 
 
 def test_eager_step_between_two_of_ours_finds_true_counts(machine: HostMachine) -> None:

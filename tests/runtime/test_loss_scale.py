@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mpcompile.config import Config
 from mpcompile.errors import CaptureError
-from mpcompile.runtime.loss_scale import LossScale, find_scale, sums_of
+from mpcompile.runtime.loss_scale import LossScale, find_scale
+from mpcompile.runtime.overflows import overflows_of
 from mpcompile.runtime.scale_policy import PRESETS, ScalePolicy
 from mpcompile.runtime.scale_state import Field
 from tests.codegen.cuda_on_host import HostMachine
@@ -153,13 +154,15 @@ def test_first_overflow_of_a_step_is_named() -> None:
     assert (record.first, record.overflows) == ("1.bias", 1)
 
 
-def test_sums_of_every_kind_of_gradient_tell_of_overflows() -> None:
+def test_every_kind_of_gradient_is_looked_at_element_by_element() -> None:
     sparse = torch.tensor([1.0, 0.0, math.inf, 0.0]).to_sparse()
     with_nan = torch.tensor([1.0, math.nan], dtype=torch.float64)
     both = torch.tensor([math.inf, -math.inf])
     large = torch.full((4,), 6e4, dtype=torch.float16)  # whose sum float16 has no room for
-    found = sums_of([torch.ones(2), sparse, with_nan, both, large, torch.empty(0)])
-    assert [bool(number.isfinite()) for number in found] == [True, False, False, False, True, True]
+    huge = torch.full((4,), 3e38)  # and this one's sum float32
+    found = overflows_of([torch.ones(2), sparse, with_nan, both, large, huge, torch.empty(0)])
+    assert found.tolist() == [False, True, True, True, False, False, False]
+    assert not overflows_of([huge]).any()
 
 
 def test_program_that_scales_by_itself_is_not_scaled_twice() -> None:

@@ -95,7 +95,7 @@ def test_right_kernel_passes_and_random_numbers_stay(weight_decay: float) -> Non
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_gradients_that_are_not_finite_are_no_trial() -> None:
+def test_gradients_that_are_not_finite_do_not_fail_the_trial() -> None:
     params = parameters()
     optimizer = torch.optim.Adam(params)
     set_grads(0, params)
