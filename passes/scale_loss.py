@@ -25,7 +25,7 @@ from mpcompile.graph import nodes
 from mpcompile.graph.factors import cast_to, is_float, multiply, widened, wrap_inhomogeneous
 from mpcompile.graph.gradients import gradient_name, private_outputs
 from mpcompile.graph.roles import GraphKind, InputRole, OutputRole, Roles
-from mpcompile.graph.seeds import find_seeds
+from mpcompile.graph.seeds import find_seeds, program_scales
 from mpcompile.graph.writes import find_writes, keep_overflow, write_or_keep
 from mpcompile.pass_base import GraphPass, PassContext, Stage
 from mpcompile.runtime import scale_ops  # noqa: F401  # defines the ops
@@ -98,7 +98,9 @@ def _scale_backward(graph: Graph, roles: Roles, scaled: ScaledRegion, names: Seq
     if not tangents or not gradients:
         return 0
     scaled.fed = tuple(g.input for g in gradients if g.input is not None)
-    scale, inverse = _insert_factors(tangents, scaled.scale.handle, outside=True)
+    scale, inverse = _insert_factors(
+        tangents, scaled.scale.handle, outside=True, own=program_scales(tangents)
+    )
     products = set().union(*(_scale(tangent, scale) for tangent in tangents))
     inside = _scaled_nodes(graph, products, set())
     true_values = wrap_inhomogeneous(graph, inside, scale, inverse)
@@ -127,13 +129,14 @@ def _input_of(desc: object) -> int | None:
 
 
 def _insert_factors(
-    tangents: Sequence[Node], handle: str, outside: bool = False
+    tangents: Sequence[Node], handle: str, outside: bool = False, own: Sequence[float] = ()
 ) -> tuple[Node, Node]:
     """Insert the op that gives scale and inverse behind the inputs.
 
-    ``outside``: the tangents come from where the program may have scaled by itself.
+    ``outside``: the tangents come from where the program may have scaled by itself; in the graph
+    it scales them by ``own``.
     """
-    args = (handle, list(tangents), outside)
+    args = (handle, list(tangents), outside, list(own))
     both = nodes.call_after(tangents[-1], _OPS.loss_scale.default, args, {})
     reader = next(user for user in tangents[0].users if user is not both)
     scale = nodes.pick_result(both, 0)  # behind the inverse, so that products are behind both
@@ -231,6 +234,7 @@ def _scale_flat(
 
     An update unscales by itself, if all that it reads is scaled.
     """
+    scaled.own_scale = min(program_scales(seeds))
     scale, inverse = _insert_factors(seeds[:1], scaled.scale.handle)
     products = set().union(*(_scale(seed, scale) for seed in seeds))
     outputs = cast(Sequence[Any], graph.output_node().args[0])

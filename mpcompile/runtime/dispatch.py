@@ -22,7 +22,7 @@ import torch
 from torch._C._dynamo import eval_frame
 from torch._dynamo.eval_frame import skip_code
 
-from mpcompile.runtime import stand_ins
+from mpcompile.runtime import scaler_steps, stand_ins
 from mpcompile.runtime.late_state import settle
 
 Step = Callable[..., Any]
@@ -273,6 +273,7 @@ def install() -> None:
         torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         getstate = _getstate_settling(torch.optim.Optimizer.__getstate__)
         torch.optim.Optimizer.__getstate__ = getstate  # type: ignore[method-assign]
+        scaler_steps.install()
         for cls in _subclasses(torch.optim.Optimizer):
             step = vars(cls).get("step")
             if getattr(step, "hooked", False):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from mpcompile.codegen.expr import Expr, Reduce, apply, cast, load, reduce, scalar
 from mpcompile.codegen.schedule import Case
-from mpcompile.runtime.cases import CLAMP, SCALE, prepared_grad
+from mpcompile.runtime.cases import CLAMP, prepared_grad
 
 NORM_SUM = 0
 """Which sum of a row the norm comes from."""
@@ -59,7 +59,7 @@ class GradientPass:
         for dtype in dtypes:
             sums: list[Expr] = [] if self.order is None else [self._norm(dtype, self.order)]
             if self.checks and not tells:
-                checked = tuple(itertools.takewhile(lambda step: step == SCALE, self.steps))
+                checked = tuple(itertools.takewhile(lambda step: step != CLAMP, self.steps))
                 sums.append(reduce("max", _magnitude(dtype, checked), "f64"))
             cases.append(Case(sums=tuple(value for value in sums if isinstance(value, Reduce))))
         return cases

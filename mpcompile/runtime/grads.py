@@ -113,8 +113,8 @@ class GradPlan:
             found = seen if found is None else found
             numbers.append(number)
         if self.verdict is not None and found is None:
-            scales = tuple(itertools.takewhile(lambda step: step == SCALE, self.steps))
-            found = norms.check(prepared, grads, scales, numbers[: len(scales)])
+            factors = tuple(itertools.takewhile(lambda step: step != CLAMP, self.steps))
+            found = norms.check(prepared, grads, factors, numbers[: len(factors)])
         return numbers, norm, found
 
 

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpcompile.errors import CaptureError, ConfigError
 from mpcompile.registry import Registry
+from mpcompile.runtime import scaler_steps
 from mpcompile.runtime.buffers import BufferSnapshots
 from mpcompile.runtime.overflows import NotFinite, not_finite, overflows_of
 from mpcompile.runtime.record import ScaleRecord
@@ -53,6 +54,7 @@ class ScaledRegion:
         updates: whether the graph is an update.
         folded: names of the updates that get scaled gradients from here, and unscale them.
         input_names: what the user calls each input, until it was told.
+        own_scale: by how much the program scales its loss itself, if all backward is in the graph.
     """
 
     scale: LossScale
@@ -64,6 +66,7 @@ class ScaledRegion:
     updates: bool = False
     folded: frozenset[str] = frozenset()
     input_names: Sequence[str] = ()
+    own_scale: float | None = None
 
     def prepare(self, device: torch.device, names: Iterable[str]) -> None:
         """Make room on ``device`` for what the graph notes of gradients with these names."""
@@ -149,10 +152,13 @@ class LossScale:
                 self._states.setdefault(device, DeviceState(self.policy, device))
         return self._states[device]
 
-    def factors(self, tangents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def factors(
+        self, tangents: Sequence[Tensor], own: Sequence[float] = ()
+    ) -> tuple[Tensor, Tensor]:
         """Return what a backward multiplies its tangents by, and what undoes it.
 
-        If the program scales its loss by itself, ours makes up for the rest only.
+        If the program scales its loss by itself, in the graph by ``own``, ours makes up for the
+        rest only.
 
         Raises:
             CaptureError: backward runs outside the compiled function, and nobody scales the loss.
@@ -161,21 +167,24 @@ class LossScale:
         if not self._running:
             self._check_scaled_outside()
             return state.one.clone(), state.one.clone()
-        seed = state.seed(tangents)
-        scale = torch.maximum(state[Field.SCALE] / seed, self._least(state))
+        scale = state.rest(state.seed(tangents, own))
         return scale, scale.reciprocal()
 
     def whole_factors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return scale and inverse for a graph that backward begins and ends in.
 
-        An update may unscale behind it, so how the program scales its loss makes no difference.
+        They are the same for all graphs of a step, since an update may unscale behind them.
         """
-        state = self.state(device)
-        return state[Field.SCALE].clone(), state[Field.INVERSE].clone()
+        state, own = self.state(device), self._own_scale()
+        if own == 1.0:
+            return state[Field.SCALE].clone(), state[Field.INVERSE].clone()
+        scale = state.rest(own)
+        return scale, scale.reciprocal()
 
-    def _least(self, state: DeviceState) -> Tensor:
-        """A program that scales by more than we would is left alone."""
-        return torch.minimum(state[Field.SCALE], state.one)
+    def _own_scale(self) -> float:
+        """Return by how much the program scales losses itself in graphs; the least of all."""
+        known = [region.own_scale for region in self._regions if region.own_scale is not None]
+        return min(known, default=1.0)
 
     def _check_scaled_outside(self) -> None:
         if self.policy.is_static and self.policy.initial == 1.0:
@@ -189,7 +198,8 @@ class LossScale:
 
     def inverse(self, device: torch.device) -> Tensor:
         """Return what unscales gradients that a graph has left scaled for an update."""
-        return self.state(device)[Field.INVERSE]
+        state, own = self.state(device), self._own_scale()
+        return state[Field.INVERSE] if own == 1.0 else state.rest(own).reciprocal()
 
     def note(self, source: int, sums: Sequence[Tensor]) -> None:
         """Note whether the gradients with these ``sums`` overflowed."""
@@ -222,12 +232,8 @@ class LossScale:
     ) -> Tensor:
         """Return a flag: whether ``optimizer`` is to leave out the step that reads ``grads``.
 
-        Buffers that the step's forward wrote to are put back if so, without a wait.
-
-        Args:
-            optimizer: whose step.
-            grads: one for each parameter; None for those without.
-            found: what is not finite among those that are there; None if nobody has looked.
+        Buffers that the step's forward wrote to are put back if so, without a wait. ``found`` is
+        what is not finite among the gradients that are there; None if nobody has looked.
         """
         groups = optimizer.param_groups
         params = frozenset(id(param) for group in groups for param in group["params"])
@@ -243,12 +249,17 @@ class LossScale:
         return skip
 
     def keep_buffers(self, optimizer: torch.optim.Optimizer, buffers: Sequence[Tensor]) -> None:
-        """Keep what ``buffers`` hold: they go back if the step of ``optimizer`` is left out.
+        """Keep what ``buffers`` hold, which forwards write that are no graphs of ours.
 
-        For forwards that are no graphs of ours.
+        They go back if the step of ``optimizer`` is left out.
         """
         params = frozenset(map(id, params_of(optimizer)))
         self.buffers.keep(buffers, ScaledRegion(self, -1, fed=(0,), params=params))
+
+    def note_step_of_program(self, optimizer: torch.optim.Optimizer, left_out: Tensor) -> None:
+        """Note whether the program has left out a step of ``optimizer`` for an overflow."""
+        self.state(left_out.device).note_elsewhere(left_out)
+        self.end_update(left_out, frozenset(map(id, params_of(optimizer))))
 
     def end_update(self, skip: Tensor, params: frozenset[int] | None) -> None:
         """Note that an update of ``params`` (None: any) has been decided on."""
@@ -292,11 +303,13 @@ class LossScale:
     def begin_call(self) -> None:
         """Note that a call of the compiled function begins."""
         self._watch.poll()
+        scaler_steps.begin(self.note_step_of_program)
         self._running += 1
         self._updates = 0
 
     def end_call(self, failed: bool) -> None:
         """Note that a call ends, and with it a step if an optimizer updated or none ever did."""
+        scaler_steps.end()
         self._running -= 1
         is_step = self._updates > 0 or not self.has_updated
         if failed or self._running or not is_step:
@@ -364,7 +377,7 @@ class LossScale:
             falls=int(now[Field.FALLS]),
             at_floor=bool(now[Field.AT_FLOOR]),
             first=self._name_of(now[Field.SOURCE], now[Field.POSITION]),
-            own_scale=now[Field.SEED],
+            own_scale=max(now[Field.SEED], self._own_scale()),
         )
 
     def snapshot(self) -> list[Tensor]:

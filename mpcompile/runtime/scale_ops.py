@@ -14,19 +14,24 @@ from torch import Tensor
 from mpcompile.runtime.loss_scale import find_scale
 
 _LIBRARY = torch.library.Library("mpcompile", "FRAGMENT")
-_LIBRARY.define("loss_scale(str handle, Tensor[] tangents, bool outside) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "loss_scale(str handle, Tensor[] tangents, bool outside, float[] own) -> (Tensor, Tensor)"
+)
 _LIBRARY.define("note_overflow(str handle, int source, Tensor inverse, Tensor[] sums) -> Tensor")
 _LIBRARY.define("skipping(str handle, Tensor like) -> Tensor")
 _LIBRARY.define("skip_update(str handle, int source, Tensor[] sums) -> Tensor")
 
 
-def _loss_scale(handle: str, tangents: Sequence[Tensor], outside: bool) -> tuple[Tensor, Tensor]:
+def _loss_scale(
+    handle: str, tangents: Sequence[Tensor], outside: bool, own: Sequence[float]
+) -> tuple[Tensor, Tensor]:
     """Return the scale and its inverse, for a backward that begins with ``tangents``.
 
-    ``outside``: they come from outside the graph.
+    ``outside``: they come from outside the graph, in which the program scales each by one of
+    ``own`` more.
     """
     scale = find_scale(handle)
-    return scale.factors(tangents) if outside else scale.whole_factors(tangents[0].device)
+    return scale.factors(tangents, own) if outside else scale.whole_factors(tangents[0].device)
 
 
 def _note_overflow(handle: str, source: int, inverse: Tensor, sums: Sequence[Tensor]) -> Tensor:
@@ -45,7 +50,9 @@ def _skipping(handle: str, like: Tensor) -> Tensor:
     return find_scale(handle).skipping(like.device)
 
 
-def _fake_scale(handle: str, tangents: Sequence[Tensor], outside: bool) -> tuple[Tensor, Tensor]:
+def _fake_scale(
+    handle: str, tangents: Sequence[Tensor], outside: bool, own: Sequence[float]
+) -> tuple[Tensor, Tensor]:
     device = tangents[0].device
     return torch.empty((), device=device), torch.empty((), device=device)
 

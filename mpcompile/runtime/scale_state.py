@@ -78,14 +78,30 @@ class DeviceState:
         self[Field.SOURCE].copy_(torch.where(unseen, -1.0, self[Field.SOURCE]))
         self[Field.FOUND].logical_or_(found)
 
-    def seed(self, tangents: Sequence[Tensor]) -> Tensor:
-        """Return the power of two in the gradients of losses: the program may scale by itself."""
-        losses = [t for t in tangents if t.dim() == 0 and t.is_floating_point()]
+    def seed(self, tangents: Sequence[Tensor], own: Sequence[float] = ()) -> Tensor:
+        """Return the power of two in the gradients of losses: the program may scale by itself.
+
+        It multiplies each by one of ``own``, if there are any, where it goes.
+        """
+        factors = own or (1.0,) * len(tangents)
+        losses = [
+            tangent.detach().abs().float() * factor
+            for tangent, factor in zip(tangents, factors, strict=True)
+            if tangent.dim() == 0 and tangent.is_floating_point()
+        ]
         if losses:
-            largest = torch.stack([t.detach().abs().float() for t in losses]).amax()
+            largest = torch.stack(losses).amax()
             power = torch.ldexp(self.one, (torch.frexp(largest).exponent - 1).clamp_(0, 126))
             self[Field.SEED].copy_(torch.where(largest.isfinite(), power, self.one))
         return self[Field.SEED]
+
+    def rest(self, seed: Tensor | float) -> Tensor:
+        """Return what is left of the scale behind ``seed``, by which the program scales.
+
+        A program that scales by more than we would is left alone.
+        """
+        scale = self[Field.SCALE]
+        return torch.maximum(scale / seed, torch.minimum(scale, self.one))
 
     def advance(self, policy: ScalePolicy) -> None:
         """End a step: grow, shrink or keep the scale."""

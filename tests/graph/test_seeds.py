@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpcompile.graph import nodes
-from mpcompile.graph.seeds import find_seeds
+from mpcompile.graph.seeds import find_seeds, program_scales
 from tests.checking import Traced, parameter, trace_graphs
 
 
@@ -23,6 +23,12 @@ def traced(case: str) -> Traced:
             result.mean().backward()
         elif case == "given":
             result.backward(result.detach() * 0.5)
+        elif case == "scaled":
+            (result.mean() * 1000.0 / 0.5).backward()
+        elif case == "shrunk":
+            (result.mean() / 4).backward()
+        elif case == "added":
+            (result.mean() * 8 + result.sum() * 32).backward()
         elif case == "both":
             result.mean().backward(retain_graph=True)
             result.backward(result.detach() * 0.5)
@@ -55,3 +61,10 @@ def test_gradient_of_the_program_is_known_by_its_mark() -> None:
 def test_backward_that_is_differentiated_again_is_left_out() -> None:
     assert names("nested") == ["aten.ones_like"]
     assert names("loss", is_differentiated=True) == ["aten.ones_like"]
+
+
+def test_constants_behind_a_seed_are_the_scale_of_the_program() -> None:
+    """As a power of two; where a gradient spreads to several terms, it is none."""
+    cases = ("loss", "scaled", "shrunk", "added", "given")
+    found = [program_scales(find_seeds(traced(case).graph, False)) for case in cases]
+    assert found == [[1.0], [1024.0], [1.0], [1.0], [1.0]]

@@ -173,6 +173,7 @@ def test_program_that_scales_by_itself_is_not_scaled_twice() -> None:
     assert scale.factors([torch.ones(3)])[0] == 4  # of another graph of the same backward
     assert scale.factors([torch.tensor(2.0**20)])[0] == 1
     assert scale.factors([torch.tensor(math.inf)])[0] == 1024
+    assert scale.factors([torch.tensor(0.0), torch.tensor(2.0)], [1.0, 64.0])[0] == 8
     assert scale.factors([torch.tensor(0.25)])[0] == 1024
 
 
