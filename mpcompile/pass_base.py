@@ -19,7 +19,7 @@ from mpcompile.config import Config
 from mpcompile.distributed.plan import Bucket, SumOnWire
 from mpcompile.graph.roles import Roles
 from mpcompile.precision import TABLES, Table
-from mpcompile.runtime.loss_scale import ScaledRegion
+from mpcompile.runtime.scaled_region import ScaledRegion
 
 Buckets = dict[str, list[Bucket]]
 """What a program sends to other ranks, in order, by handle of the module it belongs to."""

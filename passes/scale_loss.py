@@ -29,7 +29,7 @@ from mpcompile.graph.seeds import find_seeds, program_scales
 from mpcompile.graph.writes import find_writes, keep_overflow, write_or_keep
 from mpcompile.pass_base import GraphPass, PassContext, Stage
 from mpcompile.runtime import scale_ops  # noqa: F401  # defines the ops
-from mpcompile.runtime.loss_scale import ScaledRegion
+from mpcompile.runtime.scaled_region import ScaledRegion
 
 _OPS = torch.ops.mpcompile
 _PART = 2.0**-64

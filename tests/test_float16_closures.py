@@ -17,6 +17,7 @@ from tests.steps import batch, compile_step
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "Adam of lists": lambda params: torch.optim.Adam(params, lr=0.01, foreach=True),
 }
 IN_REGIONS: dict[str, Any] = {"capture": "regions", "disable": "fuse-updates"}
 
@@ -92,10 +93,16 @@ def test_first_step_with_a_closure_can_be_skipped() -> None:
     assert_equal(everything(model, opt), before)
 
 
-@pytest.mark.filterwarnings("ignore:mpcompile. the first call compiled nothing")
-def test_lbfgs_is_put_back_with_all_its_history_and_statistics() -> None:
-    """Dynamo leaves all of it to Python, so it runs in float32; NaN is an overflow there too."""
-    model, opt, step = build(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3))
+def lbfgs(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, lr=0.1, max_iter=3)
+
+
+@pytest.mark.parametrize("excluded", [False, True])
+def test_lbfgs_is_put_back_with_all_its_history_and_statistics(excluded: bool) -> None:
+    """Also where the closure is no graph of ours: NaN is an overflow in float32 too."""
+    model, opt, step = build(lbfgs)
+    if excluded:
+        model.forward = torch.compiler.disable(model.forward)
     compiled = compile_step(step, dtype="float16")
     for _ in range(2):
         compiled(*batch())
@@ -108,11 +115,20 @@ def test_lbfgs_is_put_back_with_all_its_history_and_statistics() -> None:
     assert int(model[1].num_batches_tracked) > int(before[0]["1.num_batches_tracked"])
 
 
-@pytest.mark.filterwarnings("ignore:mpcompile. the first call compiled nothing")
+def test_closure_of_lbfgs_is_compiled() -> None:
+    _, _, step = build(lbfgs)
+    compiled = compile_step(step, dtype="float16")
+    _, _, plain = build(lbfgs)
+    losses = [compiled(*batch()) for _ in range(3)]  # those that the first closure call gave
+    torch.testing.assert_close(losses[0], plain(*batch()), rtol=5e-3, atol=0.0)
+    assert losses[2] < losses[1] < losses[0]
+    assert any("f16" in region.aten_after for region in mpcompile.last_report(compiled).regions)
+
+
 def test_statistics_go_back_with_their_own_optimizer_alone() -> None:
     models, steps = [], []
     for _ in range(2):
-        model, _, step = build(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2))
+        model, _, step = build(lbfgs)
         models.append(model)
         steps.append(step)
 

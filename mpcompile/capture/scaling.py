@@ -14,7 +14,8 @@ from mpcompile.distributed.plan import SumOnWire
 from mpcompile.graph.roles import GraphKind, InputRole, Roles
 from mpcompile.lowering import Compiled
 from mpcompile.runtime.dispatch import Guard
-from mpcompile.runtime.loss_scale import LossScale, ScaledRegion
+from mpcompile.runtime.loss_scale import LossScale
+from mpcompile.runtime.scaled_region import ScaledRegion
 from mpcompile.runtime.updates import Updates
 
 _GRADIENTS = (InputRole.GRADIENT, InputRole.TANGENT)

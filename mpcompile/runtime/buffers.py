@@ -7,9 +7,8 @@ back too. Whether it is skipped is known on the device only; so is what is put b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +16,15 @@ from torch import Tensor
 
 @dataclass
 class _Kept:
-    """A buffer, what it held, and the graph that wrote to it.
+    """A buffer, what it held, and the parameters that the forward which wrote to it served.
 
-    ``is_open`` from the forward to the end of the step; ``is_settled`` once an update was decided
-    on, after which the next forward keeps anew.
+    None are any. ``is_open`` from the forward to the end of the step; ``is_settled`` once an update
+    was decided on, after which the next forward keeps anew.
     """
 
     buffer: weakref.ref[Tensor]
     value: Tensor
-    region: Any
+    params: frozenset[int] | None
     is_open: bool = True
     is_settled: bool = False
 
@@ -36,8 +35,8 @@ class BufferSnapshots:
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
 
-    def keep(self, buffers: Sequence[Tensor], region: Any) -> None:
-        """Keep the values of ``buffers``, which a forward of ``region`` is about to write to.
+    def keep(self, buffers: Sequence[Tensor], params: frozenset[int] | None) -> None:
+        """Keep the values of ``buffers``, which a forward for ``params`` is about to write to.
 
         What an earlier forward of the same step has kept stays.
         """
@@ -46,17 +45,21 @@ class BufferSnapshots:
             is_known = known is not None and known.buffer() is buffer
             if known is None or not is_known or known.value.shape != buffer.shape:
                 value = buffer.detach().clone()
-                self._kept[id(buffer)] = _Kept(weakref.ref(buffer), value, region)
+                self._kept[id(buffer)] = _Kept(weakref.ref(buffer), value, params)
             elif known.is_settled or not known.is_open:
                 with torch.no_grad():
                     known.value.copy_(buffer)
-                known.region, known.is_open, known.is_settled = region, True, False
+                known.params, known.is_open, known.is_settled = params, True, False
+            elif known.params is not None:
+                known.params = None if params is None else known.params | params
 
-    def settle(self, skip: Tensor, concerns: Callable[[Any], bool]) -> None:
-        """Put the buffers of the regions that ``concerns`` names back if ``skip`` is set."""
+    def settle(self, skip: Tensor, params: frozenset[int] | None) -> None:
+        """Put buffers back if ``skip`` is set: those written for ``params``, or (None) all."""
         for kept in self._kept.values():
             buffer = kept.buffer()
-            if kept.is_open and buffer is not None and concerns(kept.region):
+            if params is not None and kept.params is not None and params.isdisjoint(kept.params):
+                continue
+            if kept.is_open and buffer is not None:
                 with torch.no_grad():
                     skips = skip.to(buffer.device, non_blocking=True)
                     buffer.copy_(torch.where(skips, kept.value, buffer))

@@ -147,9 +147,13 @@ def _begin_guarded(optimizer: torch.optim.Optimizer, given: Sequence[Any]) -> Ca
 def _run_guarded(
     optimizer: torch.optim.Optimizer, original: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a step that takes arguments; what it calls is compiled as usual."""
-    end = _begin_guarded(optimizer, (*args, *kwargs.values()))
-    result = original(optimizer, *args, **kwargs)
+    """Run a step that takes arguments; of what it calls, a closure is compiled."""
+    given = (*args, *kwargs.values())
+    end = _begin_guarded(optimizer, given)
+    if len(given) == 1 and callable(given[0]):
+        result = _run_with_closure(optimizer, original, given[0])
+    else:
+        result = original(optimizer, *args, **kwargs)
     end()
     return result
 

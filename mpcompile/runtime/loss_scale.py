@@ -14,8 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,69 +28,16 @@ from mpcompile.runtime.buffers import BufferSnapshots
 from mpcompile.runtime.overflows import NotFinite, not_finite, overflows_of
 from mpcompile.runtime.record import ScaleRecord
 from mpcompile.runtime.scale_policy import ScalePolicy
-from mpcompile.runtime.scale_state import FIELD_NAMES, DeviceState, Field, real_tensors
+from mpcompile.runtime.scale_state import FIELD_NAMES, DeviceState, Field
 from mpcompile.runtime.scale_watch import ScaleWatch
+from mpcompile.runtime.scaled_region import ScaledRegion
 from mpcompile.runtime.structure import params_of
+from mpcompile.runtime.unread_gradients import UnreadGradients
 
 _scales: Registry[LossScale] = Registry(
     "mpcompile::loss_scale: no step has the loss scale", "one that is gone"
 )
 _counter = itertools.count()
-
-
-@dataclass
-class ScaledRegion:
-    """What one graph has to do with the scale; the pass and the rewriter fill it in.
-
-    Attributes:
-        scale: whose graph it is.
-        source: its number among the sources of names.
-        fed: positions of the inputs that its backward gives gradients to.
-        buffers: positions of the buffers, and of other state, that its forward writes to.
-        params: ids of the tensors at ``fed`` in the last forward.
-        flag: whether its backward overflowed since the last step; of an update, whether it is
-            skipped. It stays where it is, as CUDA graphs write to it.
-        updates: whether the graph is an update.
-        folded: names of the updates that get scaled gradients from here, and unscale them.
-        input_names: what the user calls each input, until it was told.
-        own_scale: by how much the program scales its loss itself, if all backward is in the graph.
-    """
-
-    scale: LossScale
-    source: int
-    fed: tuple[int, ...] = ()
-    buffers: tuple[int, ...] = ()
-    params: frozenset[int] = frozenset()
-    flag: Tensor | None = None
-    updates: bool = False
-    folded: frozenset[str] = frozenset()
-    input_names: Sequence[str] = ()
-    own_scale: float | None = None
-
-    def prepare(self, device: torch.device, names: Iterable[str]) -> None:
-        """Make room on ``device`` for what the graph notes of gradients with these names."""
-        with real_tensors():
-            self.flag = torch.zeros((), dtype=torch.bool, device=device)
-        self.scale.state(device)
-        self.scale.names[self.source] = tuple(names)
-
-    def before(self, inputs: Sequence[Any]) -> None:
-        """Note who gets the gradients, and keep what the buffers hold."""
-        if self.input_names:
-            self.scale.name_parameters(zip(inputs, self.input_names, strict=False))
-            self.input_names = ()
-        self.params = frozenset(id(inputs[i]) for i in self.fed)
-        if self.buffers:
-            self.scale.buffers.keep([inputs[i] for i in self.buffers], self)
-
-    def after(self) -> None:
-        """Note that an update ran."""
-        if self.updates and self.flag is not None:
-            self.scale.end_update(self.flag, None)
-
-    def feeds(self, params: frozenset[int] | None) -> bool:
-        """Whether any of ``params`` gets gradients here; a graph without backward goes with all."""
-        return params is None or not self.fed or not params.isdisjoint(self.params)
 
 
 class LossScale:
@@ -120,8 +66,8 @@ class LossScale:
         self.has_updated = False
         self.was_asked = False
         self.tells_of_trouble = True
-        self._updates = 0
-        self._running = 0
+        self._unread = UnreadGradients()
+        self._calls = self._updates = self._running = 0
         self._lock = threading.Lock()
         self._states: dict[torch.device, DeviceState] = {}
         self._regions: list[ScaledRegion] = []
@@ -167,6 +113,7 @@ class LossScale:
         if not self._running:
             self._check_scaled_outside()
             return state.one.clone(), state.one.clone()
+        self.end_unread()
         scale = state.rest(state.seed(tangents, own))
         return scale, scale.reciprocal()
 
@@ -207,6 +154,7 @@ class LossScale:
         for region in self._regions:
             if region.source == source and region.flag is not None:
                 region.flag.logical_or_(found)
+                self._unread.add(source, self._calls, region.owners)
 
     def skip_in_graph(self, source: int, sums: Sequence[Tensor]) -> Tensor:
         """Return a flag: whether an update in a graph, which reads ``sums``, is to be left out."""
@@ -253,8 +201,7 @@ class LossScale:
 
         They go back if the step of ``optimizer`` is left out.
         """
-        params = frozenset(map(id, params_of(optimizer)))
-        self.buffers.keep(buffers, ScaledRegion(self, -1, fed=(0,), params=params))
+        self.buffers.keep(buffers, frozenset(map(id, params_of(optimizer))))
 
     def note_step_of_program(self, optimizer: torch.optim.Optimizer, left_out: Tensor) -> None:
         """Note whether the program has left out a step of ``optimizer`` for an overflow."""
@@ -265,8 +212,9 @@ class LossScale:
         """Note that an update of ``params`` (None: any) has been decided on."""
         self._updates += 1
         self.has_updated = True
+        self._unread.forget()
         self.state(skip.device)[Field.SKIPPING].logical_or_(skip)
-        self.buffers.settle(skip, lambda region: region.feeds(params))
+        self.buffers.settle(skip, params)
 
     def _agreed(self, skip: Tensor) -> Tensor:
         """Return whether any rank skips; the scales of all fall with what one of them found."""
@@ -305,20 +253,36 @@ class LossScale:
         self._watch.poll()
         scaler_steps.begin(self.note_step_of_program)
         self._running += 1
+        self._calls += 1
         self._updates = 0
 
     def end_call(self, failed: bool) -> None:
-        """Note that a call ends, and with it a step if an optimizer updated or none ever did."""
+        """Note that a call ends, and with it a step if an optimizer updated or none ever did.
+
+        So it does if the program has thrown its gradients away.
+        """
         scaler_steps.end()
         self._running -= 1
-        is_step = self._updates > 0 or not self.has_updated
-        if failed or self._running or not is_step:
+        if failed or self._running:
             return
+        is_step = self._updates > 0 or not self.has_updated
+        if is_step or self._unread.are_gone(self._calls + 1):
+            self._end_step()
+
+    def end_unread(self, replaced: Collection[int] = ()) -> None:
+        """End a step of earlier calls whose gradients nothing has read, nor will."""
+        if self._unread.are_gone(self._calls, replaced):
+            self._end_step()
+
+    def _end_step(self) -> None:
         for state in self._states.values():
+            if not self._updates:
+                self.buffers.settle(state[Field.FOUND] > 0, None)
             state.advance(self.policy)
         flags = [region.flag for region in self._regions if region.flag is not None]
         if flags:
             torch._foreach_zero_(flags)
+        self._unread.forget()
         self.buffers.forget()
         if self.tells_of_trouble:
             self._watch.copy()

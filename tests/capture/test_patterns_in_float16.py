@@ -9,15 +9,36 @@ import torch
 from torch import Tensor
 
 from mpcompile.backend import last_report, skipped
+from tests.capture.patterns import (
+    calls,
+    carried,
+    clipping,
+    closures,
+    gradients,
+    habits,
+    hooks,
+    models,
+    node_hooks,
+    optimizer_reads,
+    optimizers,
+    python_state,
+)
 from tests.capture.patterns.registry import PATTERNS
-from tests.capture.test_whole_patterns import _MODULES  # noqa: F401  # they register patterns
 from tests.programs import Program, Raised, run
 from tests.steps import compile_step
 
+_MODULES = (  # register their patterns
+    *(calls, carried, clipping, closures, gradients, habits, hooks, models),
+    *(node_hooks, optimizer_reads, optimizers, python_state),
+)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 READ = "_local_scalar_dense"
 REFUSED = "value_returned_for_another_backward"
 """A backward outside the step, whose update nobody could skip; the error says so."""
+SKIPS = {"scaler_of_the_user"}
+"""Its third batch is not finite, and the scaler skips it."""
+TOLERANCE = {"closure_of_lbfgs": 0.2}
+"""It divides by differences of gradients; the others stay within a hundredth."""
 
 
 def parameters(program: Program) -> Tensor:
@@ -36,11 +57,12 @@ def test_pattern_in_float16_learns_and_reads_nothing_on_the_host(name: str) -> N
             program = PATTERNS[name]()
             compiled = compile_step(program.step, disable="fuse-updates", **options)
             results = [seen["result"] for seen in run(program, compiled, 3)]
-            assert not bool(skipped(compiled))
+            skips = options["dtype"] == "float16" and name in SKIPS
+            assert bool(skipped(compiled)) == skips
             found.append((parameters(program), [isinstance(r, Raised) for r in results]))
     (wanted, raised), (ours, ours_raised) = found
     assert ours_raised == raised
-    assert (ours - wanted).norm() <= 0.01 * wanted.norm()
+    assert (ours - wanted).norm() <= TOLERANCE.get(name, 0.01) * wanted.norm()
     regions = last_report(compiled).regions
     reads = [(r.aten_before.count(READ), r.aten_after.count(READ)) for r in regions]
     assert all(after <= before for before, after in reads)  # those that the program asks for
