@@ -206,7 +206,8 @@ def test_gradients_are_true_ones_where_the_program_sees_them() -> None:
     assert training.model.readout.weight.grad is None
 
 
-def test_hooks_see_true_gradients() -> None:
+@pytest.mark.parametrize("capture", ["whole", "regions"])
+def test_hooks_see_true_gradients(capture: str) -> None:
     training = Training(Classifier)
     norms: list[Tensor] = []
 
@@ -219,7 +220,7 @@ def test_hooks_see_true_gradients() -> None:
         training.opt.zero_grad()
         return loss.detach()
 
-    compile_step(step, dtype="float16")(*batch())
+    compile_step(step, dtype="float16", capture=capture)(*batch())
     step(*batch())
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-2, atol=0.0)
 

@@ -76,7 +76,7 @@ class Roles:
 
 
 def find_roles(graph: Graph, input_roles: Sequence[InputRole]) -> Roles:
-    """Label a functional ATen graph.
+    """Label a functional ATen graph, and tag what of it is backward where torch has not.
 
     Args:
         graph: joint or inference graph of AOTAutograd.
@@ -87,6 +87,7 @@ def find_roles(graph: Graph, input_roles: Sequence[InputRole]) -> Roles:
         for node in graph.nodes
         if node.op in ("placeholder", "get_attr")
     }
+    _mark_behind([node for node, role in inputs.items() if role is InputRole.TANGENT], graph)
     mutated = frozenset(_mutated_inputs(graph))
     has_backward = any(role is InputRole.TANGENT for role in inputs.values()) or any(
         nodes.is_backward(node) for node in graph.nodes
@@ -97,6 +98,20 @@ def find_roles(graph: Graph, input_roles: Sequence[InputRole]) -> Roles:
         outputs=tuple(_output_roles(graph)),
         mutated=mutated,
     )
+
+
+def _mark_behind(tangents: Sequence[Node], graph: Graph) -> None:
+    """Tag all that is computed from ``tangents`` as backward; torch 2.11 leaves out what hooks do.
+
+    Taken for a part of forward, a hook would be shown scaled gradients.
+    """
+    behind = set(tangents)
+    for node in graph.nodes if tangents else ():
+        is_computed = node.op == "call_function" and written_input(node) is None
+        if is_computed and behind.intersection(node.all_input_nodes):
+            behind.add(node)
+            if not nodes.is_backward(node):
+                nodes.mark_backward(node)
 
 
 def _input_role(node: Node, input_roles: Sequence[InputRole]) -> InputRole:
