@@ -298,7 +298,7 @@ class Config:
         metadata=_option(
             parse_path,
             "folder, or None",
-            "Where built update kernels are kept; None: mpcompile below the user's cache folder.",
+            "Cache of kernels and what passes did; None: mpcompile below the user's cache folder.",
             in_key=False,
         ),
     )

@@ -65,6 +65,10 @@ def _tagged_grad(
     return found
 
 
+FUNCTIONS = (f"{_tagged_grad.__module__}.{_tagged_grad.__qualname__}",)
+"""What this module puts into Dynamo's graphs."""
+
+
 def _note_name(grad: Tensor | None, name: str) -> None:
     """Note on the node that computes ``grad`` whose gradient it is, for messages."""
     mode = proxy_tensor.get_proxy_mode()

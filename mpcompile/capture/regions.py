@@ -15,8 +15,10 @@ from torch.fx import Graph, GraphModule
 
 import mpcompile
 from mpcompile.capture import dynamo_api, graph_inputs
-from mpcompile.capture.backward_tags import tag_backward
+from mpcompile.capture.backward_tags import FUNCTIONS, tag_backward
 from mpcompile.capture.overflow import watched
+from mpcompile.capture.region_cache import CacheEntry, collect, find_entry, restore
+from mpcompile.capture.region_key import IndescribableError, describe
 from mpcompile.capture.scaling import UpdateReads, scaled_call, written_state
 from mpcompile.capture.session import Session
 from mpcompile.graph import gradients, links, nodes
@@ -32,7 +34,7 @@ from mpcompile.inspection.measure import (
 )
 from mpcompile.inspection.memory import GraphPart, RegionMemory
 from mpcompile.inspection.report import RegionReport
-from mpcompile.lowering import Compiled, lower
+from mpcompile.lowering import Compiled, is_cached, lower
 from mpcompile.lowering.rematerialise import backward_nodes, saved_values
 from mpcompile.lowering.source_hash import source_hash
 from mpcompile.pass_base import Buckets, PassContext, Stage
@@ -73,7 +75,10 @@ def compile_region(
     ctx.updates_read = {} if reads is None else reads.outputs
     ctx.buckets = {} if buckets is None else buckets
     rewriter = RegionRewriter(session, region, roles, ctx, private, sends=_sends(gm))
+    rewriter.look_up(gm, inputs)
     compiled = lower(gm, inputs, session.config, rewriter)
+    rewriter.finish()
+    session.used_overrides |= ctx.used_overrides
     if reads is not None:
         reads.on_wire |= ctx.on_wire
     if ctx.scaled is None:
@@ -107,7 +112,6 @@ def _context(session: Session, region: int) -> PassContext:
         config=session.config,
         region=region,
         assigned=session.assigned.get(region, {}),
-        used_overrides=session.used_overrides,
         scaled=session.loss_scale.add_region() if session.loss_scale else None,
     )
 
@@ -133,6 +137,42 @@ class RegionRewriter:
         self._input_roles = input_roles
         self._ctx = ctx
         self._watch = session.note_overflow if session.watches_overflow else None
+        self._entry: CacheEntry | None = None
+        self._has_run = self._awaits_backward = False
+
+    def look_up(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
+        """Find out what the cache holds of Dynamo's graph ``gm``.
+
+        It holds nothing of a graph whose runtime is told by the passes what to do, beyond numbers
+        and text: one in float16, or one that sends gradients.
+        """
+        config = self._ctx.config
+        if not is_cached(config) or self._ctx.scaled is not None or self._sends:
+            return
+        mine = (self.cache_key(), self.is_active(), self._input_roles, self._ctx.input_names,
+                sorted(self._private), self._ctx.region, self._ctx.assigned)  # fmt: skip
+        try:
+            self._entry = find_entry(f"{mine}\n{describe(gm, inputs)}", config.cache_dir)
+        except IndescribableError:
+            return
+
+    def cache_token(self) -> str:
+        """Return what an entry of AOTAutograd's cache is keyed by, or '' if there must be none."""
+        return "" if self._entry is None else self._entry.token
+
+    def functions(self) -> Sequence[str]:
+        """Return the dotted names of our functions that Dynamo's graphs call."""
+        return FUNCTIONS
+
+    def finish(self) -> None:
+        """Keep what was found out, or take it from the cache if the passes did not run."""
+        if self._entry is None or self._awaits_backward:
+            return
+        if self._has_run:
+            self._entry.write(collect(self._region, self._ctx))
+        elif self._entry.findings is not None:
+            restore(self._entry.findings, self._region, self._ctx)
+            self._dump()
 
     def is_active(self) -> bool:
         """Whether any ATen pass may change a graph."""
@@ -170,8 +210,13 @@ class RegionRewriter:
         region.ops_after = measure_ops(gm.graph)
         region.buckets = measure_buckets(gm.graph)
         region.casts, region.decisions = measure_casts(gm.graph)
+        self._has_run = True
+        self._awaits_backward = InputRole.TANGENT in roles.inputs.values()
+        self._dump()
+
+    def _dump(self) -> None:
         if self._ctx.config.report_dir is not None:
-            dump_region(region, self._ctx.config.report_dir)
+            dump_region(self._region, self._ctx.config.report_dir)
 
     def observe(self, gm: GraphModule, is_backward: bool) -> Callable[..., Any] | None:
         """Note what a graph keeps for backward and holds at its peak; watch it if asked to."""
@@ -180,6 +225,9 @@ class RegionRewriter:
         elif self._region.kind is GraphKind.TRAINING and not self._region.saved_bytes:
             self._region.saved_bytes = measure_values(saved_values(gm.graph))
         self._measure_memory(gm.graph, is_backward)
+        if is_backward and self._awaits_backward:  # may be lowered when it is first run
+            self._awaits_backward = False
+            self.finish()
         if self._watch is None:
             return None
         return watched(gm, self._region.index, is_backward, self._watch)

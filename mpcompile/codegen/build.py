@@ -77,12 +77,12 @@ def build_library(source: str, cache_dir: Path | None = None) -> Built:
 
 
 def _key(source: str, compiler: HostCompiler) -> str:
-    parts = (source, compiler.version, *compiler.flags, platform.machine(), _cpu_features())
+    parts = (source, compiler.version, *compiler.flags, platform.machine(), cpu_features())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
 
 
 @functools.cache
-def _cpu_features() -> str:
+def cpu_features() -> str:
     """Return what ``-march=native`` depends on; empty where the system does not tell."""
     try:
         text = Path("/proc/cpuinfo").read_text()

@@ -97,6 +97,7 @@ class RegionReport:
         draws_random: whether the graph draws random numbers, for dropout say.
         pass_records: every pass, Dynamo's stage first.
         aten_before: print of the ATen graph before the passes, ``dynamo_before`` that of Dynamo's.
+        from_cache: whether ATen passes and lowering ran in an earlier process, to the same end.
     """
 
     index: int
@@ -115,6 +116,7 @@ class RegionReport:
     draws_random: bool = False
     pass_records: list[PassRecord] = field(default_factory=list)
     aten_before: str = ""
+    from_cache: bool = False
 
     def add_passes(self, records: Sequence[PassRecord]) -> None:
         """Append what the manager recorded."""

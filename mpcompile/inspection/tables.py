@@ -44,7 +44,15 @@ def format_report(report: StepReport) -> str:
     head = (
         f"mpcompile: dtype {dtype}, table {report.config.table}, lowering {report.config.lowering}"
     )
-    return "\n\n".join([f"{head}\n{_capture(report)}", *(part for part in parts if part)])
+    told = "\n".join([head, _capture(report), *_cached(report.regions)])
+    return "\n\n".join([told, *(part for part in parts if part)])
+
+
+def _cached(regions: Sequence[RegionReport]) -> Iterator[str]:
+    """Yield a line if graphs were compiled before, as times of passes are then of that run."""
+    numbers = [str(region.index) for region in regions if region.from_cache]
+    if numbers:
+        yield f"from the cache, with what passes did when they ran: region {', '.join(numbers)}"
 
 
 def _capture(report: StepReport) -> str:

@@ -16,7 +16,7 @@ from mpcompile.config import Config
 from mpcompile.lowering import eager, inductor
 from mpcompile.lowering.rewriter import Compiled, Rewriter
 
-__all__ = ["Compiled", "Rewriter", "lower", "lower_stock"]
+__all__ = ["Compiled", "Rewriter", "is_cached", "lower", "lower_stock"]
 
 lower_stock = inductor.lower_stock
 
@@ -26,3 +26,8 @@ def lower(gm: GraphModule, inputs: Sequence[Any], config: Config, rewriter: Rewr
     if config.lowering == "eager":
         return eager.lower(gm, inputs, rewriter)
     return inductor.lower(gm, inputs, config.mode, rewriter)
+
+
+def is_cached(config: Config) -> bool:
+    """Whether graphs that are lowered as ``config.lowering`` says are kept for other processes."""
+    return config.lowering == "inductor" and inductor.has_cache()

@@ -2,9 +2,11 @@
 
 Written against torch 2.11 to 2.14: ``compile_fx(inner_compile=, decompositions=, config_patches=)``
 and, of its configuration, ``joint_custom_pre_pass``, which sees joint graphs before they are
-partitioned and inference graphs too, ``reorder_for_locality`` and ``reorder_for_peak_memory``. If
-no ATen pass runs, the graph takes Inductor's own decompositions while it is traced, so that all
-passes off is plain Inductor bit for bit.
+partitioned and inference graphs too, ``reorder_for_locality``, ``reorder_for_peak_memory`` and
+``unsafe_marked_cacheable_functions``. Custom passes are part of the keys of two caches: that of
+generated code, whose key is the rewritten graph, and around it AOTAutograd's, whose key is Dynamo's
+graph: a hit in the second skips the passes. If no ATen pass runs, the graph takes Inductor's own
+decompositions while it is traced, so that all passes off is plain Inductor bit for bit.
 """
 
 from __future__ import annotations
@@ -31,15 +33,19 @@ def lower(gm: GraphModule, inputs: Sequence[Any], mode: str, rewriter: Rewriter)
         rewriter.observe(graph, bool(kwargs.get("is_backward")))
         if "get_decomp_fn" in kwargs:  # since 2.13: what Inductor traces by itself needs its table
             kwargs["get_decomp_fn"] = _decomposition_table
-        return compile_fx_inner(graph, args, **kwargs)
+        with torch._inductor.config.patch(joint_custom_pre_pass=_build_joint_pass(rewriter)):
+            return compile_fx_inner(graph, args, **kwargs)
 
-    active = rewriter.is_active()
-    patches = {**_mode_patches(mode), "joint_custom_pre_pass": _build_joint_pass(rewriter)}
+    active, token = rewriter.is_active(), rewriter.cache_token()
+    patches = {
+        **_mode_patches(mode),
+        "joint_custom_pre_pass": _build_joint_pass(rewriter, token),
+        "unsafe_marked_cacheable_functions": _cacheable(rewriter),
+    }
     if rewriter.keeps_order():
         patches |= _IN_ORDER
-    # AOTAutograd's cache is off; the cache of generated code below it is keyed by the rewritten
-    # graph and by the passes, and stays on.
-    with torch._functorch.config.patch(AOT_CONFIG):
+    settings = AOT_CONFIG if token else {**AOT_CONFIG, "enable_autograd_cache": False}
+    with torch._functorch.config.patch(settings):
         compiled = compile_fx(
             gm,
             inputs,
@@ -57,6 +63,15 @@ def lower_stock(gm: GraphModule, inputs: Sequence[Any], mode: str | None) -> Com
     return cast(Compiled, compile_fx(gm, inputs, config_patches=_mode_patches(mode)))
 
 
+def has_cache() -> bool:
+    """Whether AOTAutograd's cache is on; an environment variable of torch's switches it off."""
+    from torch._inductor import config
+
+    is_disabled = torch.compiler.config.force_disable_caches
+    wanted = torch._functorch.config.enable_autograd_cache and config.fx_graph_cache
+    return bool(wanted and not is_disabled)
+
+
 def _mode_patches(mode: str | None) -> dict[str, Any]:
     if mode is None or mode == "default":
         return {}
@@ -72,8 +87,16 @@ def _decomposition_table() -> dict[Any, Any]:
     return table
 
 
-def _build_joint_pass(rewriter: Rewriter) -> Any:
-    """Return the custom pass; its ``uuid`` makes our passes part of Inductor's cache key."""
+def _cacheable(rewriter: Rewriter) -> dict[str, str]:
+    """Return the functions in Dynamo's graphs that do the same whenever their graph is the same."""
+    from torch._inductor import config
+
+    known = dict(config.unsafe_marked_cacheable_functions)
+    return {**known, **dict.fromkeys(rewriter.functions(), rewriter.cache_key())}
+
+
+def _build_joint_pass(rewriter: Rewriter, token: str = "") -> Any:
+    """Return the custom pass; its ``uuid`` makes our passes part of cache keys, and ``token``."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class JointPass(CustomGraphPass):
@@ -86,6 +109,6 @@ def _build_joint_pass(rewriter: Rewriter) -> Any:
             rematerialise(gm)
 
         def uuid(self) -> str:
-            return rewriter.cache_key()
+            return f"{rewriter.cache_key()};{token}"
 
     return JointPass()

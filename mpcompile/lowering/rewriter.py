@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,12 +13,11 @@ Compiled = Callable[..., Any]
 # For both lowerings: see the head of the package.
 TRACING_DECOMPOSITIONS: dict[Any, Any] = {}
 
-# AOTAutograd's cache: a hit would skip the passes, and the report with them. And its own way to
-# recompute in flat graphs: ``rematerialise`` stands in for that.
-_SWITCHED_OFF = ("enable_autograd_cache", "remat_using_tags_for_fwd_loss_bwd_graph")
+# AOTAutograd's own way to recompute in flat graphs: ``rematerialise`` stands in for that.
+_SWITCHED_OFF = ("remat_using_tags_for_fwd_loss_bwd_graph",)
 
 AOT_CONFIG = {name: False for name in _SWITCHED_OFF if hasattr(torch._functorch.config, name)}
-"""Settings of AOTAutograd while a graph is lowered; torch 2.11 has the first only."""
+"""Settings of AOTAutograd while a graph is lowered; torch 2.11 has none of them."""
 
 
 class Rewriter(Protocol):
@@ -35,6 +34,15 @@ class Rewriter(Protocol):
 
     def cache_key(self) -> str:
         """Return text that differs if ``rewrite`` may do something else."""
+
+    def cache_token(self) -> str:
+        """Return what AOTAutograd's cache is to be keyed by besides, or '' to keep it off.
+
+        After a hit there ``rewrite`` and ``observe`` are not called.
+        """
+
+    def functions(self) -> Sequence[str]:
+        """Return the dotted names of our functions that Dynamo's graphs call."""
 
     def is_active(self) -> bool:
         """Whether ``rewrite`` may change a graph."""

@@ -40,6 +40,12 @@ class Recorder:
     def cache_key(self) -> str:
         return ""
 
+    def cache_token(self) -> str:
+        return ""
+
+    def functions(self) -> Sequence[str]:
+        return ()
+
     def keeps_order(self) -> bool:
         return False
 

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mpcompile.backend import last_report
+from mpcompile.capture.backward_tags import _tagged_grad
 from mpcompile.capture.graph_inputs import input_roles
 from mpcompile.capture.regions import RegionRewriter
 from mpcompile.capture.session import Session
@@ -191,7 +192,10 @@ def test_mode_reaches_stock_inductor_behind_the_kill_switch(
 
 def test_default_mode_adds_our_pass_and_nothing_else(given: list[dict[str, Any]]) -> None:
     call()
-    assert given[0]["config_patches"].keys() == {"joint_custom_pre_pass"}
+    patches = given[0]["config_patches"]
+    assert patches.keys() == {"joint_custom_pre_pass", "unsafe_marked_cacheable_functions"}
+    (ours,) = patches["unsafe_marked_cacheable_functions"]
+    assert ours == f"{_tagged_grad.__module__}.{_tagged_grad.__name__}"
     assert given[0]["decompositions"] == {}
 
 
@@ -229,13 +233,23 @@ def test_cache_key_follows_toggles_and_options(options: dict[str, object]) -> No
     assert key(**options) == key(**options)
 
 
+def test_token_is_part_of_the_outer_key_alone() -> None:
+    """The inner one is that of generated code, which does not depend on lines and names."""
+    session = Session(Config())
+    region = RegionReport(index=0, grad_enabled=True, dynamo_before="")
+    rewriter = RegionRewriter(session, region, (), PassContext(session.config))
+    inner, outer = (inductor._build_joint_pass(rewriter, token).uuid() for token in ("", "token"))
+    assert inner == f"{rewriter.cache_key()};"
+    assert outer == f"{inner}token"
+
+
 def test_cache_key_follows_our_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpcompile.capture import regions
 
     before = key()
     monkeypatch.setattr(regions, "source_hash", lambda root: "edited")
     assert key() != before
-    assert key().endswith(";edited")
+    assert key().endswith(";edited;")
 
 
 def test_kinds_are_found_behind_inductors_tracing_too() -> None:
@@ -252,6 +266,12 @@ def test_kinds_are_found_behind_inductors_tracing_too() -> None:
 
         def cache_key(self) -> str:
             return "recorder"
+
+        def cache_token(self) -> str:
+            return ""
+
+        def functions(self) -> Sequence[str]:
+            return ()
 
         def keeps_order(self) -> bool:
             return False
