@@ -7,7 +7,6 @@ that it stands beside, so that partitioners, checkpointing and error messages tr
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -44,7 +43,10 @@ def value(node: Node) -> Any:
 
 def tensor_values(node: Node) -> list[Tensor]:
     """Return the fake tensors that ``node`` produces, in order."""
-    return [leaf for leaf in pytree.tree_leaves(value(node)) if isinstance(leaf, Tensor)]
+    val = value(node)
+    if isinstance(val, Tensor):
+        return [val]
+    return [leaf for leaf in pytree.tree_leaves(val) if isinstance(leaf, Tensor)]
 
 
 def dtype_of(node: Node) -> torch.dtype | None:
@@ -100,10 +102,11 @@ def input_nodes(node: Node) -> list[Node]:
     return [arg for arg in _node_leaves(node) if isinstance(value(arg), Tensor)]
 
 
-def _node_leaves(node: Node) -> Iterator[Node]:
-    for leaf in pytree.tree_leaves((node.args, node.kwargs)):
-        if isinstance(leaf, Node):
-            yield leaf
+def _node_leaves(node: Node) -> list[Node]:
+    """Return the nodes among the arguments, repeats included; ``all_input_nodes`` has each once."""
+    found: list[Node] = []
+    torch.fx.map_arg((node.args, node.kwargs), found.append)
+    return found
 
 
 BACKWARD_MARK = "mpcompile_backward"
@@ -213,7 +216,7 @@ def compute_value(node: Node) -> Any:
 
     Raises whatever the op raises for its inputs; the caller knows how to word it.
     """
-    args, kwargs = pytree.tree_map_only(Node, value, (node.args, node.kwargs))
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
     mode = fake_mode(node.graph)
     target = cast(Any, node.target)
     if mode is None:

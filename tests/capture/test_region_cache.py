@@ -171,11 +171,9 @@ def test_what_only_passes_read_is_part_of_the_key(caches: Path, rewritten: list[
 
 
 @pytest.mark.slow
-def test_torchs_switch_switches_it_off(
-    caches: Path, rewritten: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
-    train()
-    train()
+def test_torchs_switch_switches_it_off(caches: Path, rewritten: list[int]) -> None:
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        train()
+        train()
     assert len(rewritten) == 2
     assert not (caches / "regions").exists()

@@ -99,10 +99,11 @@ def test_sizes_of_the_moment_show_where_they_are_symbols() -> None:
     assert len(texts) == 2
 
 
-def test_settings_of_torch_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_torch_show() -> None:
     before = text_of(scaled, torch.ones(3))
-    monkeypatch.setattr(torch._inductor.config, "max_fusion_size", 7)
-    assert text_of(scaled, torch.ones(3)) != before
+    with torch._inductor.config.patch(max_fusion_size=7):
+        assert text_of(scaled, torch.ones(3)) != before
+    assert text_of(scaled, torch.ones(3)) == before
 
 
 def test_module_of_a_node_shows() -> None:
