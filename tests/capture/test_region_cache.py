@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from mpcompile.backend import last_report
-from mpcompile.capture.region_cache import find_entry
+from mpcompile.capture.region_cache import collect, find_entry, restore
 from mpcompile.capture.regions import RegionRewriter
 from mpcompile.inspection.report import RegionReport
+from mpcompile.pass_base import PassContext, Stage
+from tests.steps import batch, classifier_step, compile_step
 
 # --- the entries ---------------------------------------------------------------------------------
 
@@ -50,6 +53,36 @@ def test_folder_of_others_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     assert find_entry("a graph", tmp_path / "link") is None
+
+
+# --- what is kept --------------------------------------------------------------------------------
+
+
+def facts(region: RegionReport) -> dict[str, Any]:
+    """All that a report says of a region, except how long passes took."""
+    found = {field.name: getattr(region, field.name) for field in dataclasses.fields(region)}
+    del found["from_cache"]
+    records = found.pop("pass_records")
+    return {**found, "passes": [dataclasses.replace(item, time_us=0.0) for item in records]}
+
+
+def test_all_that_passes_tell_the_report_is_kept() -> None:
+    """A field that is new in the report and not kept would be missing behind a hit."""
+    _, step = classifier_step()
+    compiled = compile_step(step)
+    compiled(*batch())
+    region, config = last_report(compiled).regions[0], last_report(compiled).config
+    found = pickle.loads(pickle.dumps(collect(region, PassContext(config, used_overrides={"x"}))))
+    early = [record for record in region.pass_records if record.stage is Stage.DYNAMO]
+    told = {name: getattr(region, name) for name in ("index", "grad_enabled", "dynamo_before")}
+    fresh, ctx = RegionReport(**told, pass_records=early), PassContext(config)
+    restore(found, fresh, ctx)
+    assert facts(fresh) == facts(region)
+    assert fresh.from_cache
+    assert ctx.used_overrides == {"x"}
+    defaults = RegionReport(**told)
+    filled = [name for name, value in facts(region).items() if value != facts(defaults)[name]]
+    assert {"kind", "aten_before", "casts", "decisions", "saved_bytes", "peak"} <= set(filled)
 
 
 # --- through Inductor ----------------------------------------------------------------------------
@@ -110,14 +143,6 @@ def train(name: str = "second", **options: object) -> tuple[list[float], Any]:
     compiled = torch.compile(step, backend="mpcompile", options=given)
     losses = [compiled().item() for _ in range(3)]
     return losses, last_report(compiled)
-
-
-def facts(region: RegionReport) -> dict[str, Any]:
-    """All that a report says of a region, except how long passes took."""
-    found = {field.name: getattr(region, field.name) for field in dataclasses.fields(region)}
-    del found["from_cache"]
-    records = found.pop("pass_records")
-    return {**found, "passes": [dataclasses.replace(item, time_us=0.0) for item in records]}
 
 
 @pytest.mark.slow
