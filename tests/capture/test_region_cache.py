@@ -202,3 +202,38 @@ def test_torchs_switch_switches_it_off(caches: Path, rewritten: list[int]) -> No
         train()
     assert len(rewritten) == 2
     assert not (caches / "regions").exists()
+
+
+def follow_lengths() -> tuple[list[float], Any]:
+    """Return losses and gradients over lengths that vary, and the report; as in a new process."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+
+    def loss_of(tokens: Tensor) -> Tensor:
+        loss: Tensor = model(tokens).square().mean() * tokens.shape[1]
+        return loss
+
+    compiled = torch.compile(loss_of, backend="mpcompile")
+    found = []
+    for length in (5, 7, 9, 12):
+        loss = compiled(torch.arange(2 * length).reshape(2, length) % 10)
+        loss.backward()
+        norms = [param.grad.norm().item() for param in model.parameters() if param.grad is not None]
+        found += [loss.item(), *norms]
+    with torch.no_grad():
+        found.append(compiled(torch.arange(8).reshape(2, 4)).item())
+    return found, last_report(compiled)
+
+
+@pytest.mark.slow
+def test_sizes_stay_symbols_and_evaluation_has_a_graph_of_its_own(
+    caches: Path, rewritten: list[int]
+) -> None:
+    values, report = follow_lengths()
+    num_regions = len(report.regions)
+    again, second = follow_lengths()
+    assert again == values
+    assert rewritten == list(range(num_regions)) == [0, 1, 2]
+    assert [facts(region) for region in second.regions] == [facts(r) for r in report.regions]
+    assert all(region.from_cache for region in second.regions)
