@@ -90,9 +90,8 @@ class Table:
 
 
 def _rows(rule: Rule, source: str, ops: str) -> dict[str, Entry]:
-    return {
-        op if op.startswith("prims.") else f"aten.{op}": Entry(rule, source) for op in ops.split()
-    }
+    """Return one row an op; a name without a namespace is one of ``aten``."""
+    return {op if "." in op else f"aten.{op}": Entry(rule, source) for op in ops.split()}
 
 
 def _names(rule: Rule, source: str, names: str) -> dict[str, Entry]:
@@ -172,7 +171,15 @@ _CUDA_HALF_OPS = f"""_convolution convolution convolution_backward convolution_o
     _addmm_activation bmm baddbmm addbmm mv addmv addr linalg_vecdot chain_matmul linalg_multi_dot
     prelu linear matmul
     _thnn_fused_lstm_cell _thnn_fused_gru_cell {_ATTENTION}"""
-_CUDA_HALF = _rows(Rule.HALF, "autocast CUDA: lower_precision_fp", _CUDA_HALF_OPS)
+_RECURRENT = _rows(
+    Rule.HALF,
+    "autocast: lower_precision_fp, recurrent layers",
+    "mpcompile.recurrent mpcompile.recurrent_backward",
+)
+_CUDA_HALF = {
+    **_rows(Rule.HALF, "autocast CUDA: lower_precision_fp", _CUDA_HALF_OPS),
+    **_RECURRENT,
+}
 
 _UPSAMPLE = """upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
     _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
@@ -330,6 +337,7 @@ AUTOCAST_CPU = Table(
             linalg_vecdot mkldnn_rnn_layer prelu _prelu_kernel _native_multi_head_attention linear
             matmul {_ATTENTION}""",
         ),
+        **_RECURRENT,
     },
     composites=_CPU_COMPOSITES,
     unlisted=Entry(Rule.PROMOTE, "autocast CPU: falls through"),

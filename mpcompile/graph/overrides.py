@@ -40,7 +40,7 @@ class Override:
         if ":" in self.pattern:
             named = self.pattern.rsplit("/", 1)[-1]
             return Specificity.LINE if nodes.user_line(forward) == named else None
-        if self.pattern.startswith(("aten.", "prims.")):
+        if self.pattern.startswith(("aten.", "prims.", "mpcompile.")):
             return Specificity.OP if self._names_op(node) or self._names_op(forward) else None
         path = nodes.module_path(forward)
         inside = fnmatch.fnmatchcase(path, self.pattern) or path.startswith(f"{self.pattern}.")

@@ -32,6 +32,11 @@ def recurrent_program(layer: Callable[..., nn.Module], **options: Any) -> Progra
     return train_with(loss_of, nn.ModuleList([read_in, cells]))
 
 
+def parameters(model: nn.Module) -> Tensor:
+    """Return all parameters in one vector."""
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
 @pytest.mark.parametrize("options", FORMS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_recurrent_layer_is_in_the_graph(layer: Any, options: dict[str, Any]) -> None:
@@ -92,25 +97,48 @@ def test_recurrent_layer_compiles_with_inductor() -> None:
     torch.testing.assert_close(copy.state_dict(), model.state_dict())
 
 
-def test_rest_of_a_step_with_a_recurrent_layer_computes_in_16_bits() -> None:
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_recurrent_layer_computes_in_16_bits_forward_and_backward(layer: Any, dtype: str) -> None:
+    model, step = recurrent_program(layer)
+    copy, plain = recurrent_program(layer)
+    copy.load_state_dict(model.state_dict())
+    before = parameters(model)
+    compiled = compile_step(plain, dtype=dtype, **({"loss_scale": 256} if dtype[0] == "f" else {}))
+    x = torch.randn(12, 5, 4)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), step(x), rtol=0.02, atol=0.02)
+    (region,) = last_report(compiled).regions
+    lines = [line for line in region.aten_after.splitlines() if "= mpcompile.recurrent" in line]
+    assert len(lines) == 2
+    assert all("bf16" in line or "f16" in line for line in lines)
+    moved = (parameters(model) - before).norm()
+    assert (parameters(copy) - parameters(model)).norm() < 0.05 * moved
+
+
+def test_recurrent_layer_stays_in_float32_if_the_user_says_so() -> None:
     _, step = recurrent_program(nn.LSTM)
-    compiled = compile_step(step)
+    compiled = compile_step(step, keep_fp32=["mpcompile.recurrent"])
     compiled(torch.randn(3, 5, 4))
     (region,) = last_report(compiled).regions
-    lines = [line for line in region.aten_after.splitlines() if "aten.addmm" in line]
-    assert lines
-    assert all("bf16" in line for line in lines)
-    (layer,) = (line for line in region.aten_after.splitlines() if "mpcompile.recurrent(" in line)
-    assert "(f32[3,5,8]" in layer
+    lines = [line for line in region.aten_after.splitlines() if "= mpcompile.recurrent" in line]
+    assert len(lines) == 2
+    assert not any("bf16" in line for line in lines)
 
 
-def test_dropout_between_layers_breaks_the_graph_at_the_layer() -> None:
-    _, step = recurrent_program(nn.LSTM, num_layers=2, dropout=0.5)
-    compiled = compile_step(step, dtype="float32")
-    with torch.random.fork_rng():
-        compiled(torch.randn(3, 5, 4))
-    reasons = [reason for reason, _ in last_report(compiled).breaks]
-    assert "mpcompile: lstm with dropout between its layers" in reasons
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "batch_first": True}])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_dropout_between_layers_is_in_the_graph(layer: Any, options: dict[str, Any]) -> None:
+    program = lambda: recurrent_program(layer, num_layers=3, dropout=0.5, **options)  # noqa: E731
+    check_whole(program, torch.randn(3, 5, 4), tolerance=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+def test_projected_lstm_with_dropout_is_in_the_graph() -> None:
+    program = lambda: recurrent_program(  # noqa: E731
+        nn.LSTM, num_layers=2, dropout=0.5, proj_size=3, bias=False
+    )
+    check_whole(program, torch.randn(3, 5, 4), tolerance=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:mpcompile. the first call compiled no backward")
