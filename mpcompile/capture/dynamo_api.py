@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,6 +20,8 @@ import torch
 from mpcompile.runtime import dispatch
 
 _DDP_FILE = "/torch/nn/parallel/distributed.py"
+_INSIDE = ("/site-packages/torch/", dispatch.__file__)
+"""Parts of the names of files that are torch's or ours."""
 _DDP_REASON = "DistributedDataParallel runs between graphs"
 
 ContextCtor = Callable[[], AbstractContextManager[Any]]
@@ -110,6 +113,13 @@ def refused(reason: str) -> GraphBreak:
     """Return the break that we make for ``reason`` where the trace is now."""
     stack = list(torch._guards.TracingContext.extract_stack())
     return GraphBreak(f"mpcompile: {reason}", _users_line(stack, or_any=True))
+
+
+def given_up(code: CodeType, reason: str, stack: Sequence[Any]) -> GraphBreak | None:
+    """Return what a frame was given up for; None for one of torch's or ours."""
+    if any(part in code.co_filename for part in _INSIDE):
+        return None
+    return GraphBreak(f"given up, runs eagerly: {reason}", _users_line(stack, or_any=True))
 
 
 def num_compilations() -> int:
@@ -231,8 +241,7 @@ def _format_break(reason: Any) -> GraphBreak:
 
 def _users_line(stack: Sequence[Any], or_any: bool) -> str:
     """Return ``file.py:12`` of the innermost frame that is not torch's or ours."""
-    inside = ("/site-packages/torch/", dispatch.__file__)
-    frames = [f for f in stack if not any(part in f.filename for part in inside)]
+    frames = [f for f in stack if not any(part in f.filename for part in _INSIDE)]
     if not frames and or_any:
         frames = list(stack)
     return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else ""

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -107,6 +108,7 @@ class Session:
         self._dropped_later: tuple[weakref.ref[torch.Tensor], ...] = ()
         self._replays_left = MAX_REPLAYS
         self._left_to_regions: set[int | None] = set()
+        self._has_given_up = False
         self._constant_numbers: set[int | None] = set()
         self._whole_frames: set[int | None] = set()
         self._set_tracing = dynamo_api.tracing_patcher(config.max_recompiles, self._whole)
@@ -169,6 +171,11 @@ class Session:
     def note_refusal(self, reason: str) -> None:
         """Note why we break the graph; Dynamo does not always tell, or gives the function up."""
         self.report.add_break(*dynamo_api.refused(reason))
+
+    def note_given_up(self, found: dynamo_api.GraphBreak) -> None:
+        """Note that Dynamo runs a function eagerly, as a whole."""
+        self._has_given_up = True
+        self.report.add_break(*found)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -284,7 +291,7 @@ class Session:
 
     def _warn_after_first_call(self) -> None:
         regions = self.report.regions
-        if not regions and not self.report.updates:
+        if not regions and (self._has_given_up or not self.report.updates):
             found = "; ".join(f"{reason} ({line})" for reason, line in self.report.breaks)
             warnings.warn(
                 "mpcompile: the first call compiled nothing, so all of it ran eagerly as written. "
@@ -383,7 +390,15 @@ def _drop_later() -> Callable[[Sequence[torch.Tensor]], None] | None:
 
 
 dynamo_variables.install(_whole_trace, _is_left_to_regions)
-break_reasons.install()
+
+
+def _note_given_up(code: CodeType, reason: str, stack: Sequence[Any]) -> None:
+    session, found = current_session(), dynamo_api.given_up(code, reason, stack)
+    if session is not None and found is not None:
+        session.note_given_up(found)
+
+
+break_reasons.install(_note_given_up)
 dropped_grads.install(_drop_later)
 dynamo_ddp.install(_whole_trace)
 stand_ins.install(lambda: _whole_trace() is not None)

@@ -67,3 +67,27 @@ def test_break_has_the_line_that_caused_it_and_words(
     breaks = last_report(compiled).breaks
     assert not any("step_unsupported" in text for text, _ in breaks)
     assert any(reason in text and where == line_of(mark) for text, where in breaks), breaks
+
+
+def test_step_that_is_given_up_has_reason_and_line_and_a_warning() -> None:
+    """Not even the optimizer's fused update hides that nothing was compiled."""
+    model = network()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autograd.set_detect_anomaly(False, check_nan=False):  # anomaly
+            hidden = model[1](model[0](x))
+            hidden.retain_grad()
+            loss = F.mse_loss(model[2](hidden), y)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        return loss.detach()
+
+    compiled = compile_step(step)
+    with pytest.warns(UserWarning, match=r"compiled nothing.* given up, runs eagerly: "):
+        compiled(*pair(0))
+    assert last_report(compiled).regions == []
+    reasons = {reason: line for reason, line in last_report(compiled).breaks}
+    (line,) = (reasons[reason] for reason in reasons if reason.startswith("given up"))
+    assert line == line_of("anomaly")
