@@ -34,7 +34,7 @@ _FIELDS = (
 """What passes and lowering fill in of a region's report."""
 
 _BROKEN = (OSError, zlib.error, pickle.UnpicklingError, EOFError, AttributeError, ImportError,
-           IndexError, TypeError, ValueError)  # fmt: skip
+           LookupError, TypeError, ValueError)  # fmt: skip
 
 
 @dataclass(frozen=True)
