@@ -45,12 +45,17 @@ def note_attribute(tx: Any, holder: object, name: str, variable: Any) -> None:
 
 
 def is_changed(tx: Any, holder: object, name: str) -> bool:
-    """Whether an update in the graph may have changed the attribute ``name`` of ``holder``."""
+    """Whether an update in the graph may have changed the attribute ``name`` of ``holder``.
+
+    Nothing is read of objects that no updated optimizer owns: a read may run the user's code, and
+    those that the step makes are still empty.
+    """
     found = _of_trace(tx)
     if id(holder) in found.updated and name == "state":
         return True
-    is_leaf = isinstance(getattr(holder, name, _MISSING), _LEAVES)
-    return id(holder) in found.owned and name not in _OF_TORCH and is_leaf
+    if id(holder) not in found.owned or name in _OF_TORCH:
+        return False
+    return isinstance(getattr(holder, name, _MISSING), _LEAVES)
 
 
 def is_settled(tx: Any, optimizer: Optimizer) -> bool:

@@ -9,7 +9,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -271,3 +271,57 @@ def error_caught_inside() -> Program:
     program = _program(step_of)
     program.batch = lambda call: pair(call, 4 if call == 2 else 5)
     return program
+
+
+class Lazy:
+    """A property that computes its value once, on whatever object it is read of."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        value = self.wrapped(instance)
+        setattr(instance, self.wrapped.__name__, value)
+        return value
+
+
+class Scores:
+    """Made in the step; its properties need what ``__init__`` has set."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+    @Lazy
+    def weights(self) -> Tensor:
+        return self.logits.softmax(-1)
+
+    @property
+    def size(self) -> int:
+        assert hasattr(self, "logits"), "read of an empty object"
+        return self.logits.shape[-1]
+
+
+class Heads(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@pattern()
+def objects_made_inside_with_properties() -> Program:
+    def loss_of(out: Tensor, y: Tensor) -> Tensor:
+        scores = Scores(out)
+        heads = Heads(scores.weights, out * scores.size)
+        drawn = torch.distributions.Categorical(logits=out)
+        return F.mse_loss(heads.first * heads.second, y) + drawn.probs.square().mean()
+
+    model = network()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    return Program(step, model, [opt], pair)
