@@ -173,7 +173,7 @@ _CUDA_HALF_OPS = f"""_convolution convolution convolution_backward convolution_o
     _thnn_fused_lstm_cell _thnn_fused_gru_cell {_ATTENTION}"""
 _RECURRENT = _rows(
     Rule.HALF,
-    "autocast: lower_precision_fp, recurrent layers",
+    "autocast CUDA: lower_precision_fp (recurrent layers)",
     "mpcompile.recurrent mpcompile.recurrent_backward",
 )
 _CUDA_HALF = {
