@@ -116,10 +116,11 @@ def refused(reason: str) -> GraphBreak:
 
 
 def given_up(code: CodeType, reason: str, stack: Sequence[Any]) -> GraphBreak | None:
-    """Return what a frame was given up for; None for one of torch's or ours."""
-    if any(part in code.co_filename for part in _INSIDE):
+    """Return what a frame was given up for; None for one of torch's or ours, or never begun."""
+    line = _users_line(stack, or_any=False)
+    if not line or any(part in code.co_filename for part in _INSIDE):
         return None
-    return GraphBreak(f"given up, runs eagerly: {reason}", _users_line(stack, or_any=True))
+    return GraphBreak(f"given up, runs eagerly: {reason}", line)
 
 
 def num_compilations() -> int:

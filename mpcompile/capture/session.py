@@ -108,7 +108,7 @@ class Session:
         self._dropped_later: tuple[weakref.ref[torch.Tensor], ...] = ()
         self._replays_left = MAX_REPLAYS
         self._left_to_regions: set[int | None] = set()
-        self._has_given_up = False
+        self._given_up: list[dynamo_api.GraphBreak] = []
         self._constant_numbers: set[int | None] = set()
         self._whole_frames: set[int | None] = set()
         self._set_tracing = dynamo_api.tracing_patcher(config.max_recompiles, self._whole)
@@ -173,9 +173,11 @@ class Session:
         self.report.add_break(*dynamo_api.refused(reason))
 
     def note_given_up(self, found: dynamo_api.GraphBreak) -> None:
-        """Note that Dynamo runs a function eagerly, as a whole."""
-        self._has_given_up = True
-        self.report.add_break(*found)
+        """Note that Dynamo runs a function eagerly, as a whole.
+
+        It does so with one that raises an error, too: then the error tells, and nothing else need.
+        """
+        self._given_up.append(found)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -281,17 +283,20 @@ class Session:
             self._num_prepared = self.updates.num_prepared()
             self.report.updates = self.updates.records()
         self.report.syncs = self.sync.records()
+        given_up, self._given_up = self._given_up, []
         error = sys.exc_info()[1]
         if error is not None:
             explain_limit(error)
             return
+        for found in given_up:
+            self.report.add_break(*found)
         self._num_calls += 1
         if self._num_calls == 1:
-            self._warn_after_first_call()
+            self._warn_after_first_call(bool(given_up))
 
-    def _warn_after_first_call(self) -> None:
+    def _warn_after_first_call(self, has_given_up: bool) -> None:
         regions = self.report.regions
-        if not regions and (self._has_given_up or not self.report.updates):
+        if not regions and (has_given_up or not self.report.updates):
             found = "; ".join(f"{reason} ({line})" for reason, line in self.report.breaks)
             warnings.warn(
                 "mpcompile: the first call compiled nothing, so all of it ran eagerly as written. "
