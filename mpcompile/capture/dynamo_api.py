@@ -109,9 +109,9 @@ def traced_line() -> str:
     return f"{stack[0].filename.rsplit('/', 1)[-1]}:{stack[0].lineno}" if stack else ""
 
 
-def refused(reason: str) -> GraphBreak:
-    """Return the break that we make for ``reason`` where the trace is now."""
-    stack = list(torch._guards.TracingContext.extract_stack())
+def refused(reason: str, stack: Sequence[Any] = ()) -> GraphBreak:
+    """Return the break that we make for ``reason`` at ``stack``, or else where the trace is now."""
+    stack = stack or list(torch._guards.TracingContext.extract_stack())
     return GraphBreak(f"mpcompile: {reason}", _users_line(stack, or_any=True))
 
 

@@ -27,6 +27,8 @@ from mpcompile.capture import (
     dynamo_variables,
     hooks,
     remedies,
+    second_try,
+    user_warnings,
 )
 from mpcompile.capture.assignment import read_assignment
 from mpcompile.capture.ddp import GradientSync
@@ -168,9 +170,9 @@ class Session:
         """Return why a graph cannot take the place of ``ddp``, or nothing."""
         return self.sync.refusal_of(ddp)
 
-    def note_refusal(self, reason: str) -> None:
+    def note_refusal(self, reason: str, stack: Sequence[Any] = ()) -> None:
         """Note why we break the graph; Dynamo does not always tell, or gives the function up."""
-        self.report.add_break(*dynamo_api.refused(reason))
+        self.report.add_break(*dynamo_api.refused(reason, stack))
 
     def note_given_up(self, found: dynamo_api.GraphBreak) -> None:
         """Note that Dynamo runs a function eagerly, as a whole.
@@ -403,7 +405,14 @@ def _note_given_up(code: CodeType, reason: str, stack: Sequence[Any]) -> None:
         session.note_given_up(found)
 
 
+def _note_refusal(reason: str, stack: Sequence[Any]) -> None:
+    if (session := current_session()) is not None:
+        session.note_refusal(reason, stack)
+
+
 break_reasons.install(_note_given_up)
+user_warnings.install(lambda: current_session() is not None)
+second_try.install(lambda: current_session() is not None, _note_refusal)
 dropped_grads.install(_drop_later)
 dynamo_ddp.install(_whole_trace)
 stand_ins.install(lambda: _whole_trace() is not None)
