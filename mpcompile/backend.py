@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from mpcompile.capture import dynamo_api
+from mpcompile.capture import dynamo_api, patches
 from mpcompile.capture.session import Session, build_context, current_session, session_of
 from mpcompile.capture.snapshot import restored
 from mpcompile.capture.whole import compile_graph
@@ -178,4 +178,5 @@ def _session(caller: str, step: Any) -> Session:
     return session
 
 
+patches.install()
 dynamo_api.install_context(build_context, lambda function: function is mpcompile)

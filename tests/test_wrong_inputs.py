@@ -81,8 +81,9 @@ def test_backward_without_anything_to_train_raises_as_in_eager() -> None:
 def test_function_that_computes_nothing_runs_and_warns(step: Any) -> None:
     x = torch.ones(2)
     compiled = compile_step(step)
-    with pytest.warns(UserWarning, match=r"compiled nothing, so all of it ran eagerly"):
+    with pytest.warns(UserWarning, match=r"compiled nothing, so all of it ran eagerly") as shown:
         assert compiled(x) is step(x)
+    assert [warning.filename for warning in shown] == [__file__]
     compiled(x)
 
 

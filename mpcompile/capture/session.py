@@ -12,26 +12,16 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mpcompile.capture import (
-    break_reasons,
-    dropped_grads,
-    dynamo_api,
-    dynamo_ddp,
-    dynamo_variables,
-    hooks,
-    remedies,
-    second_try,
-    user_warnings,
-)
+from mpcompile.capture import dynamo_api, hooks, remedies
 from mpcompile.capture.assignment import read_assignment
 from mpcompile.capture.ddp import GradientSync
+from mpcompile.capture.first_call import warn_after_first_call
 from mpcompile.capture.parameter_lists import ParameterLists
 from mpcompile.capture.replay import EXACT, HALF, MOVES, Bounds, Replay
 from mpcompile.capture.scaling import step_guard
@@ -40,7 +30,7 @@ from mpcompile.distributed.module import ModuleSync
 from mpcompile.graph.roles import GraphKind
 from mpcompile.inspection.report import OverflowRecord, StepReport
 from mpcompile.pipeline import build_manager
-from mpcompile.runtime import dispatch, stand_ins
+from mpcompile.runtime import dispatch
 from mpcompile.runtime.drops import Drops
 from mpcompile.runtime.loss_scale import LossScale
 from mpcompile.runtime.scale_policy import ScalePolicy
@@ -294,39 +284,7 @@ class Session:
             self.report.add_break(*found)
         self._num_calls += 1
         if self._num_calls == 1:
-            self._warn_after_first_call(bool(given_up))
-
-    def _warn_after_first_call(self, has_given_up: bool) -> None:
-        regions = self.report.regions
-        if not regions and (has_given_up or not self.report.updates):
-            found = "; ".join(f"{reason} ({line})" for reason, line in self.report.breaks)
-            warnings.warn(
-                "mpcompile: the first call compiled nothing, so all of it ran eagerly as written. "
-                f"{found or 'Dynamo found no tensor computation in it'}. Compile a function that "
-                "computes on tensors; give the body of a loop around backward() its own function.",
-                stacklevel=4,
-            )
-        trains = any(region.kind is GraphKind.TRAINING for region in regions)
-        if regions and not trains and all(region.grad_enabled for region in regions):
-            warnings.warn(
-                "mpcompile: the first call compiled no backward: none of its graphs reads a tensor "
-                "that requires grad, so nothing is trained. Check that parameters have "
-                "requires_grad=True and that the step calls loss.backward(); compile evaluation "
-                "under torch.no_grad().",
-                stacklevel=4,
-            )
-        unused = [
-            pattern
-            for pattern in (*self.config.keep_fp32, *self.config.keep_half)
-            if pattern not in self.used_overrides
-        ]
-        if unused and regions:
-            warnings.warn(
-                f"mpcompile: {', '.join(unused)} in keep_fp32 or keep_half names nothing in the "
-                "graphs of the step. Print mpcompile.last_report(step) for the modules, lines, ops "
-                "and nodes there are.",
-                stacklevel=4,
-            )
+            warn_after_first_call(self.report, self.used_overrides, bool(given_up))
 
 
 def _loss_scale(config: Config, sync: GradientSync) -> LossScale | None:
@@ -373,50 +331,6 @@ def build_context(kwargs: Mapping[str, Any]) -> dynamo_api.ContextCtor:
     """
     session = Session(Config.from_options(kwargs.get("options"), kwargs.get("mode")))
     return session.running
-
-
-def _whole_trace() -> Session | None:
-    """Return the session whose step is being traced whole in this thread, or None."""
-    session = current_session()
-    return session if session is not None and session.traces_whole() else None
-
-
-hooks.install()
-
-
-def _is_left_to_regions() -> bool:
-    """Whether the function that is being traced in this thread was found not to be one graph."""
-    session = current_session()
-    return session is not None and session.is_left_to_regions()
-
-
-def _drop_later() -> Callable[[Sequence[torch.Tensor]], None] | None:
-    """Return what takes parameters whose gradients go when the call ends; None keeps them."""
-    session = _whole_trace()
-    return None if session is None or session.drops is None else session.drop_later
-
-
-dynamo_variables.install(_whole_trace, _is_left_to_regions)
-
-
-def _note_given_up(code: CodeType, reason: str, stack: Sequence[Any]) -> None:
-    session, found = current_session(), dynamo_api.given_up(code, reason, stack)
-    if session is not None and found is not None:
-        session.note_given_up(found)
-
-
-def _note_refusal(reason: str, stack: Sequence[Any]) -> None:
-    if (session := current_session()) is not None:
-        session.note_refusal(reason, stack)
-
-
-break_reasons.install(_note_given_up)
-user_warnings.install(lambda: current_session() is not None)
-second_try.install(lambda: current_session() is not None, _note_refusal)
-dropped_grads.install(_drop_later)
-dynamo_ddp.install(_whole_trace)
-stand_ins.install(lambda: _whole_trace() is not None)
-remedies.install()
 
 
 def session_of(compiled: Any) -> Session | None:

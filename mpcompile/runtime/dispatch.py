@@ -227,6 +227,7 @@ def _run_with_closure(optimizer: torch.optim.Optimizer, original: Step, closure:
         eval_frame.set_eval_frame(callback)
 
 
+skip_code(_run_with_closure.__code__)  # where it is called as it stands, ``disable`` does not
 _run_with_closure = torch._dynamo.disable(_run_with_closure, recursive=False)  # Dynamo stays out
 
 

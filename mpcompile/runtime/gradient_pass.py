@@ -49,8 +49,9 @@ class GradientPass:
         return "max" if self.order == math.inf else "sum"
 
     def check_sum(self, dtypes: Sequence[str]) -> int:
-        """Return which sum of a row is not finite if an element is not."""
-        return NORM_SUM if self.order is None or self._norm_tells(dtypes) else NORM_SUM + 1
+        """Return which sum of a row is not finite if an element is not; any, without a check."""
+        is_first = not self.checks or self.order is None or self._norm_tells(dtypes)
+        return NORM_SUM if is_first else NORM_SUM + 1
 
     def cases(self, dtypes: Sequence[str]) -> list[Case]:
         """Return the case of gradients of each dtype; their sums are in one order."""
