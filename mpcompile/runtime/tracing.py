@@ -6,8 +6,9 @@ numbers stay inputs; where Python branches on one, the branch taken is recorded 
 
 While ``make_fx`` runs, ``nn.Module.__call__`` is another function in the whole process, so a trace
 holds Dynamo's own lock; and no thread may call what is compiled, so a trace takes the mark back
-that says so. Private torch API, seen in 2.11 to 2.14: ``convert_frame.compile_lock``,
-``_symbolic_trace._is_fx_tracing_flag``.
+that says so; until it can, it says that it compiles, which makes that mark count for nothing.
+Private torch API, seen in 2.11 to 2.14: ``convert_frame.compile_lock``,
+``_symbolic_trace._is_fx_tracing_flag``, ``torch.compiler._is_compiling_flag``.
 """
 
 from __future__ import annotations
@@ -200,15 +201,22 @@ def _trace_once(
         names: list[Leaf] = []
         run = functools.partial(_run_step, optimizer, groups, reps, slots, names, watch)
 
+        compiles = torch.compiler._is_compiling_flag
+
         def traced(*flat: Any) -> tuple[list[Any], list[Any]]:
             _symbolic_trace._is_fx_tracing_flag = False  # fx restores it when it is done
+            torch.compiler._is_compiling_flag = compiles
             with ItemMode(inputs.env, inputs.values):
                 out = torch.func.functionalize(run)(*flat)
             return out, [made.symbol for made in decisions.made]
 
         quiet = dispatch.suspended()
         with quiet, torch.no_grad(), inputs.mode, symbolic_math(optimizer), reasons(optimizer):
-            gm = make_fx(traced, tracing_mode="real")(*inputs.flat)
+            torch.compiler._is_compiling_flag = True  # until ``traced`` runs; see above
+            try:
+                gm = make_fx(traced, tracing_mode="real")(*inputs.flat)
+            finally:
+                torch.compiler._is_compiling_flag = compiles
     shapes = tuple(tuple(rep.param.shape) for rep in reps)
     classes = tuple(rep.number for rep in reps)
     leaves, outputs = tuple(inputs.leaves), tuple(names)
