@@ -68,6 +68,20 @@ def check_supported(members: Sequence[Member], grads: Sequence[torch.Tensor]) ->
                 raise CodegenError(f"fuse-updates: a {what} is a {type(tensor).__name__}.")
 
 
+def check_every_group(optimizer: torch.optim.Optimizer, members: Sequence[Member]) -> None:
+    """Raise if a group has no member; for a step that leaves numbers in all groups.
+
+    What it does to a group is known from a parameter of it.
+    """
+    present = {member.group for member in members}
+    empty = [str(i) for i in range(len(optimizer.param_groups)) if i not in present]
+    if empty:
+        raise CodegenError(
+            "fuse-updates: the step leaves numbers in its parameter groups, and no parameter of "
+            f"group {', '.join(empty)} has a gradient."
+        )
+
+
 def check_same_device(what: str, tensor: torch.Tensor, param: torch.Tensor) -> None:
     """Raise CodegenError if ``tensor`` is not where ``param`` is."""
     if tensor.device != param.device:

@@ -117,6 +117,11 @@ class Prepared:
         self._watched = WatchedOptimizer(optimizer, self._analyses, shared, on_device, cache_dir)
         self.calls = CallRunner(self, planned) if any(p.calls for p in planned) else None
 
+    @property
+    def leaves_numbers(self) -> bool:
+        """Whether the step writes numbers into its parameter groups."""
+        return bool(self._analyses[0][1].group_results)
+
     def _load(self, name: str, shape: tuple[list[int], list[int], list[int]]) -> None:
         """Make the kernel and its rows; ``shape`` holds their sizes, kinds and groups."""
         self.rows: Rows

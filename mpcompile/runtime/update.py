@@ -24,7 +24,7 @@ from mpcompile.runtime.late_state import LateState, is_late_elsewhere, settle
 from mpcompile.runtime.loss_scale import LossScale
 from mpcompile.runtime.machines import is_awaited, waiting
 from mpcompile.runtime.norms import NormKernels
-from mpcompile.runtime.planning import GradTreatment
+from mpcompile.runtime.planning import GradTreatment, check_every_group
 from mpcompile.runtime.prepared import Prepared
 from mpcompile.runtime.record import KernelRecord, UpdateRecord
 from mpcompile.runtime.structure import params_of
@@ -185,6 +185,8 @@ class OptimizerUpdate:
                 self.cache_dir,
                 self._late,
             )
+            if prepared.leaves_numbers:
+                check_every_group(self.optimizer, members)
             self._late = self._late if prepared.late is None else prepared.late.late
             tried = (prepared.source, bool(without and prepared.kernel.totals))
             if tried not in self._tried:

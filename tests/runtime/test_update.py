@@ -165,6 +165,25 @@ def test_numbers_in_groups_are_written_back() -> None:
     assert relative_difference(*lists) <= 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:mpcompile. WarmsUp runs as eager")
+def test_numbers_in_a_group_without_gradients_are_those_of_eager() -> None:
+    """A step counts up there too, so it is left to eager."""
+    lists = [parameters(), parameters()]
+    eager, fused = (by_hand.WarmsUp(params) for params in lists)
+    update = OptimizerUpdate(fused)
+    for step in range(6):
+        if step == 3:
+            for optimizer in (eager, fused):
+                optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+        set_grads(step, *lists)
+        eager.step()
+        update.run()
+        for mine, theirs in zip(fused.param_groups, eager.param_groups, strict=True):
+            assert (mine["steps"], mine["range"]) == (theirs["steps"], theirs["range"])
+    assert "no parameter of group 1 has a gradient" in update.reason
+    assert relative_difference(*lists) <= 1e-6
+
+
 def test_number_of_a_group_from_a_total_is_written_back() -> None:
     lists = [parameters(), parameters()]
     eager, fused = (RememberedNorm(params) for params in lists)
