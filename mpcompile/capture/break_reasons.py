@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
+from mpcompile.capture import dynamo_api
+
 _NAMELESS = "step_unsupported"
 _local = threading.local()
 
@@ -48,7 +50,7 @@ def install(note_given_up: GivenUp) -> None:
     compile_subgraph: Any = OutputGraph.compile_subgraph
 
     def log_graph_break(self: Any, code_options: Any, reason: str, exc: Any) -> None:
-        _found()[self.f_code] = (str(exc), list(getattr(exc, "real_stack", None) or ()))
+        _found()[self.f_code] = (str(exc), dynamo_api.stack_of(exc))
         log(self, code_options, reason, exc)
 
     def compile_with_reason(self: Any, tx: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +67,7 @@ def install(note_given_up: GivenUp) -> None:
             return convert(self, frame, *args, **kwargs)
         except Unsupported as error:
             text = str(error).partition("\n")[0]
-            note_given_up(frame.f_code, text, list(getattr(error, "real_stack", None) or ()))
+            note_given_up(frame.f_code, text, dynamo_api.stack_of(error))
             raise
 
     ConvertFrameAssert.__call__ = convert_or_note  # type: ignore[method-assign]

@@ -115,6 +115,11 @@ def refused(reason: str, stack: Sequence[Any] = ()) -> GraphBreak:
     return GraphBreak(f"mpcompile: {reason}", _users_line(stack, or_any=True))
 
 
+def stack_of(error: BaseException) -> list[Any]:
+    """Return Python's stack where Dynamo raised ``error``, if its ``real_stack`` says."""
+    return list(getattr(error, "real_stack", None) or ())
+
+
 def given_up(code: CodeType, reason: str, stack: Sequence[Any]) -> GraphBreak | None:
     """Return what a frame was given up for; None for one of torch's or ours, or never begun."""
     line = _users_line(stack, or_any=False)

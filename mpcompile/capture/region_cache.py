@@ -55,9 +55,10 @@ class CacheEntry:
         """Keep ``findings``; a cache that cannot be written to is none."""
         content = zlib.compress(pickle.dumps((self.token, findings)), level=1)
         try:
-            with tempfile.NamedTemporaryFile(dir=self.path.parent, delete=False) as file:
-                file.write(content)
-            os.replace(file.name, self.path)
+            with tempfile.TemporaryDirectory(dir=self.path.parent) as made:
+                file = Path(made) / self.path.name
+                file.write_bytes(content)
+                os.replace(file, self.path)
         except OSError:
             return
 

@@ -4,8 +4,7 @@
 none, an index of ints among slices for one, and Dynamo fails there with an error that eager does
 not have. Traced again with breaks at these calls, as is torch's default, the frame goes in regions.
 
-Private torch API, seen in 2.11 to 2.14: ``ConvertFrameAssert.__call__``, called once a frame, and
-the ``real_stack`` of its errors.
+Private torch API, seen in 2.11 to 2.14: ``ConvertFrameAssert.__call__``, called once a frame.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mpcompile.capture import dynamo_api
 from mpcompile.errors import MpcompileError
 
 _AS_STOCK = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
@@ -36,7 +36,7 @@ def install(is_ours: Callable[[], bool], note: Callable[[str, Sequence[Any]], No
             if not (is_ours() and holds_values and _is_of_tracing(error)):
                 raise
             text = f"{type(error).__name__}: {error}".partition("\n")[0]
-            stack = list(getattr(error, "real_stack", None) or ())
+            stack = dynamo_api.stack_of(error)
         with torch._dynamo.config.patch(_AS_STOCK):
             converted = convert(self, *args, **kwargs)
         note(f"values of tensors break the graph, since with them in it there is {text}", stack)

@@ -7,6 +7,7 @@ buffers through which whole-tensor calls (a matrix product) exchange values with
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -84,6 +85,11 @@ class PlannedCase:
 def step_input(position: int) -> str:
     """Return the name of the launch number that grad step ``position`` uses."""
     return f"input.grad_step.{position}"
+
+
+def before_clamp(steps: Sequence[str]) -> tuple[str, ...]:
+    """Return the steps that what is not finite outlives: a clamp would hide it."""
+    return tuple(itertools.takewhile(lambda step: step != CLAMP, steps))
 
 
 def prepared_grad(grad: Expr, steps: Sequence[str]) -> Expr:

@@ -7,14 +7,13 @@ sum may overflow by itself, the largest magnitude is a second sum of the same pa
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpcompile.codegen.expr import Expr, Reduce, apply, cast, load, reduce, scalar
 from mpcompile.codegen.schedule import Case
-from mpcompile.runtime.cases import CLAMP, prepared_grad
+from mpcompile.runtime.cases import CLAMP, before_clamp, prepared_grad
 
 NORM_SUM = 0
 """Which sum of a row the norm comes from."""
@@ -60,8 +59,8 @@ class GradientPass:
         for dtype in dtypes:
             sums: list[Expr] = [] if self.order is None else [self._norm(dtype, self.order)]
             if self.checks and not tells:
-                checked = tuple(itertools.takewhile(lambda step: step != CLAMP, self.steps))
-                sums.append(reduce("max", _magnitude(dtype, checked), "f64"))
+                magnitude = _magnitude(_element(dtype, before_clamp(self.steps)))
+                sums.append(reduce("max", magnitude, "f64"))
             cases.append(Case(sums=tuple(value for value in sums if isinstance(value, Reduce))))
         return cases
 
@@ -72,10 +71,10 @@ class GradientPass:
 
     def _norm(self, dtype: str, order: float) -> Expr:
         """Return the sum of squares, of magnitudes or of powers, or the largest magnitude."""
-        magnitude = _magnitude(dtype, self.steps)
+        element = _element(dtype, self.steps)
         if order == 2:
-            element = cast(prepared_grad(load("grad", dtype), self.steps), "f64")
             return reduce("sum", apply("mul", element, element, dtype="f64"), "f64")
+        magnitude = _magnitude(element)
         if order == 1:
             return reduce("sum", magnitude, "f64")
         if order == math.inf:
@@ -84,6 +83,9 @@ class GradientPass:
         return reduce("sum", power, "f64")
 
 
-def _magnitude(dtype: str, steps: Sequence[str]) -> Expr:
-    element = cast(prepared_grad(load("grad", dtype), steps), "f64")
+def _element(dtype: str, steps: Sequence[str]) -> Expr:
+    return cast(prepared_grad(load("grad", dtype), steps), "f64")
+
+
+def _magnitude(element: Expr) -> Expr:
     return apply("abs", element, dtype="f64")

@@ -8,7 +8,6 @@ written, by the same kernel.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpcompile.runtime.cases import CLAMP, OWN, SCALE
+from mpcompile.runtime.cases import CLAMP, OWN, SCALE, before_clamp
 
 if TYPE_CHECKING:
     from mpcompile.runtime.norms import NormKernels
@@ -113,7 +112,7 @@ class GradPlan:
             found = seen if found is None else found
             numbers.append(number)
         if self.verdict is not None and found is None:
-            factors = tuple(itertools.takewhile(lambda step: step != CLAMP, self.steps))
+            factors = before_clamp(self.steps)
             found = norms.check(prepared, grads, factors, numbers[: len(factors)])
         return numbers, norm, found
 

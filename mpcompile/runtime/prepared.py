@@ -257,7 +257,7 @@ class Prepared:
         rows = self.rows
         if not isinstance(rows, DeviceRows):
             return skip is None or not bool(skip.item())
-        takes_skip = rows.takes_skip and not self._analyses[0][1].group_results
+        takes_skip = rows.takes_skip and not self.leaves_numbers
         if skip is not None and not (takes_skip and is_awaited(skip)):
             if bool(skip.item()):
                 return False
