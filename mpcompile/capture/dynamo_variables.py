@@ -36,7 +36,8 @@ from mpcompile.capture.dynamo_handlers import (
     tensors_in,
 )
 from mpcompile.runtime import stand_ins
-from mpcompile.runtime.update import AMP_NAMES
+from mpcompile.runtime.dispatch import runs_hooks_again
+from mpcompile.runtime.update import AMP_NAMES, HOOKS_AGAIN
 
 
 class WholeTrace(Protocol):
@@ -227,6 +228,7 @@ def _emit_update(tx: Any, optimizer: torch.optim.Optimizer, trace: WholeTrace) -
         return False
     grads: list[Any] = []
     given: list[bool] = []
+    updated: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
             variable = effects.id_to_variable.get(id(param))
@@ -234,9 +236,14 @@ def _emit_update(tx: Any, optimizer: torch.optim.Optimizer, trace: WholeTrace) -
             given.append(written)
             grads.append(_grad_proxy(tx, variable) if written else None)
             if grads[-1] is not None:
-                dropped_grads.note_update(tx.output, param)
-    if all(grad is None for grad in grads):
+                updated.append(param)
+    if not updated:
         return False
+    if runs_hooks_again(optimizer):
+        trace.note_refusal(HOOKS_AGAIN)
+        return False
+    for param in updated:
+        dropped_grads.note_update(tx.output, param)
     trace.keep_parameters(optimizer)
     optimizer_reads.settle(tx, optimizer, _break)
     tx.output.create_proxy(

@@ -14,7 +14,13 @@ from functorch.compile import (
 from torch.fx import GraphModule
 
 from mpcompile.lowering.rematerialise import rematerialise
-from mpcompile.lowering.rewriter import AOT_CONFIG, TRACING_DECOMPOSITIONS, Compiled, Rewriter
+from mpcompile.lowering.rewriter import (
+    AOT_CONFIG,
+    TRACING_DECOMPOSITIONS,
+    Compiled,
+    Rewriter,
+    keep_saved_values,
+)
 
 
 def lower(gm: GraphModule, inputs: Sequence[Any], rewriter: Rewriter) -> Compiled:
@@ -28,6 +34,7 @@ def lower(gm: GraphModule, inputs: Sequence[Any], rewriter: Rewriter) -> Compile
         return _run_as_is(graph, rewriter, is_backward=False)
 
     def backward(graph: GraphModule, _: Sequence[Any]) -> Compiled:
+        keep_saved_values()
         return _without_dynamo(_run_as_is(graph, rewriter, is_backward=True))
 
     def inference(graph: GraphModule, _: Sequence[Any]) -> Compiled:

@@ -19,7 +19,13 @@ from torch.fx import Graph, GraphModule
 
 from mpcompile.lowering.expand import expand_decompositions
 from mpcompile.lowering.rematerialise import rematerialise
-from mpcompile.lowering.rewriter import AOT_CONFIG, TRACING_DECOMPOSITIONS, Compiled, Rewriter
+from mpcompile.lowering.rewriter import (
+    AOT_CONFIG,
+    TRACING_DECOMPOSITIONS,
+    Compiled,
+    Rewriter,
+    keep_saved_values,
+)
 
 _IN_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 """Else Inductor moves what starts a bucket to where it is waited for, and gradients behind it."""
@@ -30,7 +36,10 @@ def lower(gm: GraphModule, inputs: Sequence[Any], mode: str, rewriter: Rewriter)
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner(graph: GraphModule, args: Sequence[Any], **kwargs: Any) -> Any:
-        rewriter.observe(graph, bool(kwargs.get("is_backward")))
+        is_backward = bool(kwargs.get("is_backward"))
+        rewriter.observe(graph, is_backward)
+        if is_backward and any(isinstance(arg, torch.SymInt) for arg in args):
+            keep_saved_values()
         if "get_decomp_fn" in kwargs:  # since 2.13: what Inductor traces by itself needs its table
             kwargs["get_decomp_fn"] = _decomposition_table
         with torch._inductor.config.patch(joint_custom_pre_pass=_build_joint_pass(rewriter)):

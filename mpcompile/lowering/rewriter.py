@@ -1,4 +1,7 @@
-"""What happens to a graph between tracing and lowering, as the lowerings see it."""
+"""What happens to a graph between tracing and lowering, as the lowerings see it.
+
+Private torch API, seen in 2.11 to 2.14: ``TracingContext.fw_metadata`` and its ``bw_donated_idxs``.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,17 @@ _SWITCHED_OFF = ("remat_using_tags_for_fwd_loss_bwd_graph",)
 
 AOT_CONFIG = {name: False for name in _SWITCHED_OFF if hasattr(torch._functorch.config, name)}
 """Settings of AOTAutograd while a graph is lowered; torch 2.11 has none of them."""
+
+
+def keep_saved_values() -> None:
+    """Have the backward that is being compiled write to nothing that the forward has saved for it.
+
+    AOTAutograd lets it, unless its first run has to keep the graph, and then refuses to run it with
+    ``retain_graph=True``. With dynamic shapes it is compiled before that is known.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 class Rewriter(Protocol):

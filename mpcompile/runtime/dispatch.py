@@ -5,7 +5,7 @@ dispatcher goes inside that wrapper, into its closure, so step hooks, profiling 
 took a reference earlier (a learning-rate scheduler, ``torch.compile(opt.step)``) keep working.
 
 Private torch API, seen in 2.11 to 2.14: ``Optimizer.profile_hook_step`` and the ``func`` in the
-closure of what it returns; ``torch._dynamo.assume_constant_result``;
+closure of what it returns; the dicts of step hooks; ``torch._dynamo.assume_constant_result``;
 ``torch._C._dynamo.eval_frame.get_eval_frame_callback`` and ``set_eval_frame``;
 ``torch._dynamo.eval_frame.skip_code``.
 """
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch._C._dynamo import eval_frame
 from torch._dynamo.eval_frame import skip_code
 
@@ -168,6 +169,23 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Step:
     return inner
 
 
+def runs_hooks_again(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether step hooks may run within the step: a subclass's calls its base's, which has hooks.
+
+    What takes the place of the step would leave those calls out.
+    """
+    has_hooks = (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
+    if not has_hooks or _is_of_torch(_code_of(type(optimizer).step)):
+        return False
+    steps = [vars(cls)["step"] for cls in type(optimizer).__mro__ if "step" in vars(cls)]
+    return any(getattr(step, "hooked", False) for step in steps[1:])
+
+
 def dispatching(original: Step) -> Step:
     """Return a step that is ``original`` except where our step runs.
 
@@ -175,7 +193,7 @@ def dispatching(original: Step) -> Step:
     A step that a subclass calls as its base's is part of the subclass's own.
     """
     code = _code_of(original)
-    calls_first = code.__module__.startswith("torch.optim.") and "LBFGS" not in code.__qualname__
+    calls_first = _is_of_torch(code) and "LBFGS" not in code.__qualname__
     own = str(id(code))  # Dynamo would make an int that is not always the same dynamic
 
     @functools.wraps(original)
@@ -207,6 +225,10 @@ def _code_of(step: Any) -> Any:
     while hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step
+
+
+def _is_of_torch(step: Any) -> bool:
+    return bool(step.__module__.startswith("torch.optim."))
 
 
 def _run_with_closure(optimizer: torch.optim.Optimizer, original: Step, closure: Any) -> Any:

@@ -33,6 +33,10 @@ from mpcompile.runtime.tracing import StateMissing
 MAX_PREPARED = 8
 AMP_NAMES = ("grad_scale", "found_inf")
 """Attributes through which a ``GradScaler`` tells a fused step to unscale and to skip."""
+HOOKS_AGAIN = (
+    "fuse-updates: the step calls its base's, within which step hooks run once more; generated "
+    "code would not call them."
+)
 _warned: set[str] = set()
 
 
@@ -92,7 +96,12 @@ class OptimizerUpdate:
             if isinstance(leaf, torch.Tensor)
         ]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return UpdateRecord(name, self.reason, tuple(kernels), size)
+        return UpdateRecord(name, self._current_reason(), tuple(kernels), size)
+
+    def _current_reason(self) -> str:
+        """Return why the optimizer's own step would run now, or nothing."""
+        again = not self.reason and dispatch.runs_hooks_again(self.optimizer)
+        return HOOKS_AGAIN if again else self.reason
 
     def run(
         self, grads: Sequence[torch.Tensor | None] | None = None, plan: GradPlan | None = None
@@ -108,22 +117,23 @@ class OptimizerUpdate:
         if is_late_elsewhere(self.optimizer, self._late):
             settle(self.optimizer)
         self.used = True
-        if plan.skip is not None and (self.reason or not is_awaited(plan.skip)):
+        reason = self._current_reason()
+        if plan.skip is not None and (reason or not is_awaited(plan.skip)):
             if bool(plan.skip.item()):
                 _, norm = apply_eagerly(replace(plan, write=False), grads or [])
-                return Outcome(not self.reason, self.reason, norm, skipped=True)
+                return Outcome(not reason, reason, norm, skipped=True)
             plan = replace(plan, skip=None)
         self._grad_mode = torch.is_grad_enabled()
         own = grads is None
         with torch.no_grad():
             if grads is None:
-                prepared = self._again(plan)
+                prepared = None if reason else self._again(plan)
                 if prepared is not None:
                     return self._launch(prepared, prepared.own_grads, plan)
                 grads = [param.grad for param in params_of(self.optimizer)]
             present = [grad for grad in grads if grad is not None]
-            if not present or self.reason:
-                return self._eagerly(grads, plan, self.reason)
+            if not present or reason:
+                return self._eagerly(grads, plan, reason)
             try:
                 prepared = self._ready(grads, present, plan)
             except StateMissing:
@@ -138,7 +148,7 @@ class OptimizerUpdate:
     def _again(self, plan: GradPlan) -> Prepared | None:
         """Return what last ran on the parameters' ``.grad``, if it fits those of now."""
         prepared = self.prepared.get(self._own.get(_treatment(plan)))
-        if prepared is None or self.reason or not prepared.is_current(prepared.own_grads):
+        if prepared is None or not prepared.is_current(prepared.own_grads):
             return None
         return prepared
 

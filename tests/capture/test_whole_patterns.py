@@ -28,7 +28,12 @@ _MODULES = (  # register their patterns
 )
 # A warning that is an error here would end Dynamo's trace, not the eager step.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-FUSED = ("zero_grad_first", "accumulation_across_calls", "clip_by_norm_with_visible_gradients")
+FUSED = (
+    "zero_grad_first",
+    "accumulation_across_calls",
+    "clip_by_norm_with_visible_gradients",
+    "hooks_of_an_optimizer_that_calls_the_step_of_its_base",
+)
 
 
 @pytest.mark.parametrize("name", sorted(PATTERNS))

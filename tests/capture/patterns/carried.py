@@ -67,6 +67,28 @@ def second_loss_of_a_trunk_after_the_first_head_is_updated() -> Program:
     return Program(step, model, opts, pair)
 
 
+@pattern(tolerance=1e-6)  # gradients of two losses are added up in another order
+def trunk_gone_back_through_twice_after_updates() -> Program:
+    model, opts = trunk_and_heads()
+    deeper = nn.Sequential(model["trunk"], nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))
+    model["trunk"], opts[0] = deeper, torch.optim.Adam(deeper.parameters(), lr=1e-2)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        for opt in opts:
+            opt.zero_grad()
+        hidden = model["trunk"](x)
+        F.mse_loss(model["first"](hidden.detach()), y).backward()
+        opts[1].step()
+        F.l1_loss(model["second"](hidden), y).backward(retain_graph=True)
+        opts[2].step()
+        loss = hidden.square().mean()
+        loss.backward()
+        opts[0].step()
+        return loss.detach()
+
+    return Program(step, model, opts, pair)
+
+
 @pattern(tolerance=1e-6)  # the sum of three gradients, in another order
 def backward_across_two_updates() -> Program:
     model, opts = trunk_and_heads()

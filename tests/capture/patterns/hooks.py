@@ -243,6 +243,37 @@ def hooks_of_the_optimizer() -> Program:
     return program
 
 
+class CallsItsBase(torch.optim.Adam):
+    """Runs the hooks of steps in its own step and again in the one that this calls."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+@pattern(whole=False)
+def hooks_of_an_optimizer_that_calls_the_step_of_its_base() -> Program:
+    model = network()
+    torch.optim.Adam(model.parameters())  # a class's step runs hooks once it was used
+    opt = CallsItsBase(model.parameters(), lr=1e-2)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    program = Program(step, model, [opt], pair)
+
+    def add() -> None:
+        opt.register_step_pre_hook(_scale_gradients)
+        opt.register_step_pre_hook(lambda *args: program.log.append("before"))
+        opt.register_step_post_hook(lambda *args: program.log.append("after"))
+
+    return _at(program, {2: add})
+
+
 @pattern()
 def hook_before_the_update_added_later() -> Program:
     _, opt, program = _program()
