@@ -5,7 +5,6 @@ traced whole in the same thread. What differs then:
 
 - an optimizer is a plain object: stock Dynamo makes parameters static once ``param_groups`` is
   read, after which ``backward()`` finds no leaf and is silently left out;
-- ``Optimizer.step`` and gradient clipping become one op each (``runtime.ops``);
 - ``backward()`` breaks the graph, instead of doing nothing, where it finds no leaf; it does, and
   so does ``autograd.grad``, where a leaf has hooks, which a traced one would not call;
 - a value that is returned although backward has consumed its graph is detached.
@@ -14,8 +13,8 @@ Private torch API, seen in 2.11 to 2.14: ``trace_rules._allowed_callable_ids``;
 ``TorchInGraphFunctionVariable._get_handlers``;
 ``TensorVariable._collect_backward_inputs`` and ``_method_register_hook``;
 ``builder.OptimizerVariable`` and ``OptimizerSource``;
-``OutputGraph._validate_outputs_safe_for_autograd_nodes``; ``SideEffects.id_to_variable``,
-``is_modified`` and ``has_pending_mutation_of_attr``.
+``OutputGraph._validate_outputs_safe_for_autograd_nodes``; ``SideEffects.id_to_variable`` and
+``has_pending_mutation_of_attr``.
 """
 
 from __future__ import annotations
@@ -36,18 +35,10 @@ from mpcompile.capture.dynamo_handlers import (
     tensors_in,
 )
 from mpcompile.runtime import stand_ins
-from mpcompile.runtime.dispatch import runs_hooks_again
-from mpcompile.runtime.update import AMP_NAMES, HOOKS_AGAIN
 
 
 class WholeTrace(Protocol):
     """What tracing a step whole asks of the session whose step it is."""
-
-    def handle_of(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the handle of the optimizer's update."""
-
-    def keep_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Rely on the list of parameters of ``optimizer`` until the graph expires."""
 
     def note_refusal(self, reason: str) -> None:
         """Note why the graph is broken where the trace is now."""
@@ -69,7 +60,6 @@ def install(find_trace: Finder, is_left_to_regions: Callable[[], bool]) -> None:
     _find_trace = find_trace
     _is_left_to_regions = is_left_to_regions
     _install_optimizers()
-    _install_stand_ins()
     _install_backward()
 
 
@@ -167,119 +157,6 @@ def _owner(wrapper: Any) -> Any:
     """Return the optimizer that ``wrapper`` belongs to."""
     at = wrapper.__code__.co_freevars.index("opt_ref")
     return wrapper.__closure__[at].cell_contents()
-
-
-def _install_stand_ins() -> None:
-    handle(stand_ins.update_in_graph, _trace_update)
-    handle(stand_ins.is_own_step, _trace_is_own_step)
-    clips = {
-        torch.nn.utils.clip_grad_norm_: stand_ins.clip_grad_norm,
-        torch.nn.utils.clip_grad_value_: stand_ins.clip_grad_value,
-    }
-    for original, stand_in in clips.items():
-        handle(original, functools.partial(_trace_clip, original, stand_in))
-
-
-def _trace_clip(original: Any, stand_in: Any, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """Inline the stand-in, or ``original`` where it does more than the stand-in can."""
-    from torch._dynamo.variables.functions import UserFunctionVariable
-
-    kwargs = dict(kwargs)
-    error_if_nonfinite = kwargs.get("error_if_nonfinite", args[3] if len(args) > 3 else None)
-    plain = error_if_nonfinite is None or not error_if_nonfinite.as_python_constant()
-    if _find_trace() is None or not plain:
-        return UserFunctionVariable(original, source=self.source).call_function(
-            tx, list(args), kwargs
-        )
-    for name in ("error_if_nonfinite", "foreach"):
-        kwargs.pop(name, None)
-    return UserFunctionVariable(stand_in).call_function(tx, list(args[:3]), kwargs)
-
-
-def _trace_is_own_step(self: Any, tx: Any, optimizer: Any, code: Any) -> Any:
-    """Answer for the class of the optimizer, which is guarded anyway."""
-    from torch._dynamo.variables.constant import ConstantVariable
-
-    value = optimizer.realize().value
-    return ConstantVariable.create(stand_ins.is_own_step(value, code.as_python_constant()))
-
-
-def _trace_update(self: Any, tx: Any, optimizer: Any, epoch: Any) -> Any:
-    """Put ``mpcompile::update`` into the graph if backward is in it too, and say so."""
-    from torch._dynamo.variables.constant import ConstantVariable
-
-    trace = _find_trace()
-    epoch.as_python_constant()
-    done = trace is not None and _emit_update(tx, optimizer.realize().value, trace)
-    return ConstantVariable.create(done)
-
-
-def _emit_update(tx: Any, optimizer: torch.optim.Optimizer, trace: WholeTrace) -> bool:
-    """Emit the update with those gradients that the graph has written.
-
-    Declines if there are none, and if the step has changed what the optimizer will read: Python
-    sees such changes after the graph only.
-    """
-    effects = tx.output.side_effects
-    if not optimizer_reads.is_settled(tx, optimizer):
-        trace.note_refusal(optimizer_reads.REASON)
-        return False
-    if _is_changed(effects, optimizer):
-        return False
-    grads: list[Any] = []
-    given: list[bool] = []
-    updated: list[torch.Tensor] = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            variable = effects.id_to_variable.get(id(param))
-            written = variable is not None and _writes_grad(effects, variable)
-            given.append(written)
-            grads.append(_grad_proxy(tx, variable) if written else None)
-            if grads[-1] is not None:
-                updated.append(param)
-    if not updated:
-        return False
-    if runs_hooks_again(optimizer):
-        trace.note_refusal(HOOKS_AGAIN)
-        return False
-    for param in updated:
-        dropped_grads.note_update(tx.output, param)
-    trace.keep_parameters(optimizer)
-    optimizer_reads.settle(tx, optimizer, _break)
-    tx.output.create_proxy(
-        "call_function",
-        torch.ops.mpcompile.update.default,
-        (trace.handle_of(optimizer), grads, given),
-        {},
-    )
-    return True
-
-
-def _writes_grad(effects: Any, variable: Any) -> bool:
-    return bool(effects.has_pending_mutation_of_attr(variable, "grad"))
-
-
-def _grad_proxy(tx: Any, variable: Any) -> Any:
-    from torch._dynamo.variables.base import VariableTracker
-
-    args = [variable, VariableTracker.build(tx, "grad")]
-    grad = VariableTracker.build(tx, getattr).call_function(tx, args, {})
-    return None if grad.is_python_constant() else grad.as_proxy()
-
-
-def _is_changed(effects: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the traced code has written to the groups or the state of ``optimizer``."""
-    containers: list[object] = [optimizer.param_groups, optimizer.state]
-    for group in optimizer.param_groups:
-        containers += [group, group["params"], group.get("betas")]
-    known = [effects.id_to_variable.get(id(item)) for item in containers]
-    if any(item is not None and effects.is_modified(item) for item in known):
-        return True
-    owner = effects.id_to_variable.get(id(optimizer))
-    names = ("param_groups", "state", "defaults", *AMP_NAMES)
-    return owner is not None and any(
-        effects.has_pending_mutation_of_attr(owner, name) for name in names
-    )
 
 
 def _install_backward() -> None:

@@ -13,6 +13,7 @@ from mpcompile.capture import (
     dropped_grads,
     dynamo_api,
     dynamo_ddp,
+    dynamo_updates,
     dynamo_variables,
     hooks,
     remedies,
@@ -27,6 +28,7 @@ def install() -> None:
     """Install all of it, once. Without a session it does what torch does."""
     hooks.install()
     dynamo_variables.install(_whole_trace, _is_left_to_regions)
+    dynamo_updates.install(_whole_trace)
     break_reasons.install(_note_given_up)
     user_warnings.install(_has_session)
     second_try.install(_has_session, _note_refusal)
