@@ -217,7 +217,7 @@ class Session:
             return  # the eager step would be taken; the next call is compared
         if self.sync.agree_to_replay(self._ran_whole and not broke):
             self.report.replayed += 1
-            replay.compare(self._bounds())
+            replay.compare(self._bounds(), self.sync.agree_to_replay)
         if self.config.check == "first-step":
             trained = any(region.kind is GraphKind.TRAINING for region in self.report.regions)
             self._replays_left = 0 if trained else self._replays_left - 1
