@@ -13,6 +13,7 @@ from mpcompile.capture.remedies import (
     cudnn_flags,
     growing_lists,
     logger_calls,
+    math_functions,
     output_capturing,
     raising_branches,
     recurrent_layers,
@@ -20,7 +21,7 @@ from mpcompile.capture.remedies import (
 
 _OF_TORCH = (
     *(activation_grads, causal_mask, ctc_loss, cudnn_flags),
-    *(growing_lists, logger_calls, raising_branches, recurrent_layers),
+    *(growing_lists, logger_calls, math_functions, raising_branches, recurrent_layers),
 )
 
 
