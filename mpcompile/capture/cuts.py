@@ -85,9 +85,8 @@ def _cuts(nodes: Sequence[Node], leaving: set[Node]) -> Iterator[int]:
         if node.target is SET_GRAD_MODE:
             mode = bool(node.args[0])
         depth += (node.target is AUTOCAST[0]) - (node.target is AUTOCAST[1])
-        if _requires_grad(node):
-            uses = (positions.get(user, 0) for user in node.users if _differentiates(user))
-            reach = max(reach, *uses, 0)
+        uses = (positions.get(user, 0) for user in node.users if _stays_with(node, user))
+        reach = max(reach, *uses, 0)
         left -= node in leaving
         holds |= node in leaving
         if holds and left and depth == 0 and mode == ambient and reach <= index:
@@ -99,6 +98,13 @@ def _cuts(nodes: Sequence[Node], leaving: set[Node]) -> Iterator[int]:
 def _requires_grad(node: Node) -> bool:
     value = node.meta.get("example_value")
     return isinstance(value, Tensor) and value.requires_grad
+
+
+def _stays_with(node: Node, user: Node) -> bool:
+    """Whether ``user`` is to be in the part of ``node``: no history crosses, nor several values."""
+    if isinstance(node.meta.get("example_value"), tuple | list):
+        return True
+    return _requires_grad(node) and _differentiates(user)
 
 
 def _differentiates(user: Node) -> bool:

@@ -192,6 +192,8 @@ def _install_backward() -> None:
             setattr(TensorVariable, lookup, _reading_pending(getattr(TensorVariable, lookup)))
     handlers = TorchInGraphFunctionVariable._get_handlers()
     handlers[torch.autograd.grad] = _checking_inputs(handlers[torch.autograd.grad])
+    accumulate = torch.ops.inductor.accumulate_grad_.default
+    handlers[accumulate] = _storing_sums(handlers[accumulate])
     TensorVariable._collect_backward_inputs = collect_backward_inputs  # type: ignore[method-assign]
     TensorVariable._method_register_hook = method_register_hook  # type: ignore[method-assign]
     OutputGraph._validate_outputs_safe_for_autograd_nodes = validate_outputs  # type: ignore[method-assign]
@@ -211,6 +213,28 @@ def _reading_pending(lookup: Callable[..., Any]) -> Callable[..., Any]:
         return lookup(self, tx, name)
 
     return read
+
+
+def _storing_sums(accumulate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a handler after which the graph has written ``.grad``, also where it has added to it.
+
+    That of torch 2.11 stores nothing then, and updates would not know that the gradient is theirs.
+    """
+
+    def traced(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.variables.base import VariableTracker
+
+        done, effects = accumulate(self, tx, *args, **kwargs), tx.output.side_effects
+        param = args[0].realize()
+        if _find_trace() is None or effects.has_pending_mutation_of_attr(param, "grad"):
+            return done
+        name = VariableTracker.build(tx, "grad")
+        grad = VariableTracker.build(tx, getattr).call_function(tx, [param, name], {})
+        if not grad.is_python_constant():
+            effects.store_attr(param, "grad", grad.clone(source=None, mutation_type=None))
+        return done
+
+    return traced
 
 
 def _check_leaves(leaves: Sequence[Any]) -> None:

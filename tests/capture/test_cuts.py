@@ -57,6 +57,13 @@ def _written_into(nets: Any, x: Tensor) -> list[Tensor]:
     return [early, one.sum()]
 
 
+def _op_of_several_values(nets: Any, x: Tensor) -> list[Tensor]:
+    hidden = nets["one"](x)
+    size, log_probs = hidden.mean(), hidden.log_softmax(-1).unsqueeze(1)
+    aligned = F.ctc_loss(log_probs, torch.tensor([[1]]), torch.tensor([3]), torch.tensor([1]))
+    return [size, aligned, nets["two"](x).mean()]
+
+
 def _grads(nets: Any, losses: list[Tensor], **options: Any) -> list[Any]:
     for loss in losses:
         loss.backward(**options)
@@ -81,6 +88,14 @@ def test_region_has_as_many_backwards_as_histories(losses: Callable[..., Any]) -
     assert len(training) == CASES[losses]
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other)
+
+
+def test_op_of_several_values_is_in_one_part() -> None:
+    x, nets, ours = torch.linspace(-1, 1, 12).reshape(3, 4), _nets(), _nets()
+    expected = _grads(nets, _op_of_several_values(nets, x), retain_graph=True)
+    compiled = compile_step(lambda x: _op_of_several_values(ours, x), dtype="float32")
+    assert all(map(torch.equal, expected, _grads(ours, compiled(x), retain_graph=True)))
+    assert len(last_report(compiled).regions) == 2
 
 
 def test_second_history_gives_no_gradient_to_the_first() -> None:
