@@ -50,8 +50,12 @@ def _run(
 ) -> Outputs:
     """Return the output and the last states; other layers than LSTM have one state, and a dummy."""
     start = list(states) if kind == "lstm" else states[0]
-    found = getattr(torch, kind)(input, start, list(weights), *options)
-    return tuple(found) if kind == "lstm" else (*found, input.new_empty(0))
+    output, *last = getattr(torch, kind)(input, start, list(weights), *options)
+    if kind != "lstm":
+        return output, *last, input.new_empty(0)
+    # oneDNN's in torch 2.11 has one dimension more where it is recorded inside an op.
+    hidden, cell = (new.view_as(old) for new, old in zip(last, states, strict=True))
+    return output, hidden, cell
 
 
 def _leaves(tensors: Sequence[Tensor], trained: Sequence[bool]) -> list[Tensor]:
