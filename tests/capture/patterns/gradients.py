@@ -368,7 +368,8 @@ def gradients_read() -> Program:
     return Program(step, model, [opt], pair)
 
 
-@pattern()
+# Dynamo of 2.11 makes two ops of ``add_`` with ``alpha``; a TorchVersion compares as versions do.
+@pattern(tolerance=0.0 if torch.__version__ >= "2.12" else 1e-6)
 def gradients_edited() -> Program:
     model = network()
     opt = _sgd(model)
