@@ -27,6 +27,17 @@ _DDP_REASON = "DistributedDataParallel runs between graphs"
 ContextCtor = Callable[[], AbstractContextManager[Any]]
 
 
+_GUARDS = (
+    {}
+    if torch.__version__ >= "2.13"  # a TorchVersion compares as versions do
+    else {
+        "use_recursive_dict_tags_for_guards": False,
+        "skip_tensor_guards_with_matching_dict_tags": False,
+    }
+)
+"""Where a parameter that is frozen or unfrozen goes unnoticed by the tags of the dict it is in."""
+
+
 def tracing_patcher(recompile_limit: int, whole: bool) -> Callable[[], Callable[[], None]]:
     """Return a function that sets how Dynamo traces in this thread and returns its undoing.
 
@@ -45,6 +56,7 @@ def tracing_patcher(recompile_limit: int, whole: bool) -> Callable[[], Callable[
         allow_rnn=True,
         skip_nnmodule_hook_guards=False,
         optimize_ddp=False,
+        **_GUARDS,
     )
     return patcher
 

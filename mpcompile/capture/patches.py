@@ -10,6 +10,7 @@ import torch
 
 from mpcompile.capture import (
     break_reasons,
+    class_state,
     dropped_grads,
     dynamo_api,
     dynamo_ddp,
@@ -31,6 +32,7 @@ def install() -> None:
     dynamo_updates.install(_whole_trace)
     break_reasons.install(_note_given_up)
     user_warnings.install(_has_session)
+    class_state.install(_has_session)
     second_try.install(_has_session, _note_refusal)
     dropped_grads.install(_drop_later)
     dynamo_ddp.install(_whole_trace)

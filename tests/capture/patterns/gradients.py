@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.capture.patterns.registry import network, pair, pattern
+from tests.capture.patterns.registry import BEFORE_2_13, ROUNDED_TWICE, network, pair, pattern
 from tests.programs import Program
 
 
@@ -368,8 +368,7 @@ def gradients_read() -> Program:
     return Program(step, model, [opt], pair)
 
 
-# Dynamo of 2.11 makes two ops of ``add_`` with ``alpha``; a TorchVersion compares as versions do.
-@pattern(tolerance=0.0 if torch.__version__ >= "2.12" else 1e-6)
+@pattern(tolerance=ROUNDED_TWICE)
 def gradients_edited() -> Program:
     model = network()
     opt = _sgd(model)
@@ -456,7 +455,7 @@ def gradient_is_an_expanded_number() -> Program:
     return Program(step, model, [opt], lambda call: (pair(call)[1],))
 
 
-@pattern()
+@pattern(whole=not BEFORE_2_13)
 def gradient_of_the_input() -> Program:
     model = network()
     opt = _sgd(model)
@@ -495,7 +494,7 @@ def gradient_of_an_input_that_requires_grad() -> Program:
     return program
 
 
-@pattern()
+@pattern(whole=not BEFORE_2_13)
 def gradient_penalty() -> Program:
     model = network()
     opt = _sgd(model)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import lr_scheduler, swa_utils
 
-from tests.capture.patterns.registry import network, pair, pattern
+from tests.capture.patterns.registry import ROUNDED_TWICE, network, pair, pattern
 from tests.programs import Program
 
 Action = Callable[[Any, Any], Any]
@@ -279,13 +279,15 @@ IN_REGIONS: dict[str, dict[str, Any]] = {
         "after": _average(multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))},
     "scheduler_every_second_call": {"after": _every_second},
 }  # fmt: skip
-TOLERANCES = {"spectral_norm": 1e-4}
-"""Which kernel multiplies by a vector depends on where that lies, with stock backends too."""
+TOLERANCES = {
+    "spectral_norm": 1e-4,  # the kernel depends on where a vector lies, with stock backends too
+    "average_with_warmup": ROUNDED_TWICE,
+    "average_of_swa_utils_exponential": ROUNDED_TWICE,
+}
 
-for _name, _options in WHOLE.items():
-    pattern(f"habit_{_name}", tolerance=TOLERANCES.get(_name, 0.0))(_build(**_options))
-for _name, _options in IN_REGIONS.items():
-    pattern(f"habit_{_name}", whole=False)(_build(**_options))
+for _name, _options in {**WHOLE, **IN_REGIONS}.items():
+    _rounded = TOLERANCES.get(_name, 0.0)
+    pattern(f"habit_{_name}", whole=_name in WHOLE, tolerance=_rounded)(_build(**_options))
 
 
 @pattern("habit_curvature_by_two_grads")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.capture.patterns.registry import network, pair, pattern
+from tests.capture.patterns.registry import ROUNDED_TWICE, network, pair, pattern
 from tests.programs import Program
 
 
@@ -190,7 +190,7 @@ def dropout_in_evaluation_by_turns() -> Program:
     return program
 
 
-@pattern()
+@pattern(tolerance=ROUNDED_TWICE)
 def noise_in_the_step() -> Program:
     model = network()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -369,7 +369,7 @@ def functional_call() -> Program:
     return Program(step, model, [opt], pair)
 
 
-@pattern()
+@pattern(tolerance=ROUNDED_TWICE)
 def buffer_that_averages() -> Program:
     model = network()
     model.register_buffer("mean", torch.zeros(3))

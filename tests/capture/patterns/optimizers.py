@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from tests.capture.patterns.registry import network, pair, pattern
+from tests.capture.patterns.registry import ROUNDED_TWICE, network, pair, pattern
 from tests.programs import Program
 from tests.runtime.optimizers import AdamWithEma, CountsInGroup, CountsItself, Lamb, Lion
 
@@ -186,7 +186,7 @@ def moving_average_of_parameters() -> Program:
     return program
 
 
-@pattern()
+@pattern(tolerance=ROUNDED_TWICE)
 def moving_average_as_teacher() -> Program:
     model = network()
     teacher = copy.deepcopy(model).requires_grad_(False)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.capture.patterns.registry import network, pair, pattern
+from tests.capture.patterns.registry import BEFORE_2_13, network, pair, pattern
 from tests.programs import Program
 
 Train = Callable[[Tensor, Tensor], Tensor]
@@ -54,7 +54,7 @@ class Count:
     losses: ClassVar[list[Tensor]] = []
 
 
-@pattern()
+@pattern(whole=not BEFORE_2_13)
 def count_on_a_class() -> Program:
     Count.steps = 0
 
@@ -96,7 +96,7 @@ class Counting(nn.Module):
         return out
 
 
-@pattern()
+@pattern(whole=not BEFORE_2_13)
 def count_on_the_class_of_the_model() -> Program:
     Counting.calls = 0
     torch.manual_seed(0)

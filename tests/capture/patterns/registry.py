@@ -16,6 +16,10 @@ IN_REGIONS: set[str] = set()
 TOLERANCE: dict[str, float] = {}
 """How far patterns may be from eager that it rounds in another order, relative to the largest."""
 
+BEFORE_2_13 = torch.__version__ < "2.13"  # a TorchVersion compares as versions do
+"""Dynamo breaks at more, and rounds twice where ``add_`` or ``lerp_`` has a factor."""
+ROUNDED_TWICE = 1e-6 if BEFORE_2_13 else 0.0
+
 
 def pattern(
     given: str = "", *, whole: bool = True, tolerance: float = 0.0
