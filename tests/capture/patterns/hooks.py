@@ -291,7 +291,7 @@ def hook_after_the_update_added_later_and_removed() -> Program:
     def add() -> None:
         handles.append(opt.register_step_post_hook(note))
 
-    return _at(program, {1: add, 3: lambda: handles[0].remove()})
+    return _at(program, {1: add, 2: lambda: handles[0].remove()})
 
 
 @pattern()
@@ -305,7 +305,7 @@ def hooks_of_all_optimizers_added_later() -> Program:
     def add() -> None:
         handles.append(register_optimizer_step_post_hook(note))
 
-    return _at(program, {1: add, 3: lambda: handles[0].remove()})
+    return _at(program, {1: add, 2: lambda: handles[0].remove()})
 
 
 @pattern()
