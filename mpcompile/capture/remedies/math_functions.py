@@ -1,8 +1,9 @@
-"""Functions of ``math`` on numbers that change: spelled with those that Dynamo has symbols for.
+"""Functions of ``math`` on numbers that change, in any step of ours.
 
-Dynamo makes a constant of the argument of any other, and each value is compiled anew. ``exp`` of a
-count is what decays of averages warm up by, and weights of adversarial losses (Ganin et al. 2016).
-Results may differ from those of ``math`` in the last bit of a double.
+They are spelled with those that Dynamo has symbols for. It makes a constant of the argument of any
+other, and each value is compiled anew. ``exp`` of a count is what decays of averages warm up by,
+and weights of adversarial losses (Ganin et al. 2016). Results may differ from those of ``math`` in
+the last bit of a double.
 
 Private torch API, seen in 2.11 to 2.14: ``SymNodeVariable``, the variable of such a number.
 """
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpcompile.capture.dynamo_handlers import handle
-from mpcompile.runtime.stand_ins import is_traced_whole
+from mpcompile.runtime.dispatch import is_running
 
 
 def _exp(x: float) -> float:
@@ -54,7 +55,7 @@ _SPELLED: dict[Callable[..., float], Callable[..., float]] = {
 
 
 def install() -> None:
-    """Trace the spelled functions in steps that are traced whole."""
+    """Trace the spelled functions while a step of ours is traced."""
     for function, spelled in _SPELLED.items():
         handle(function, functools.partial(_trace, spelled))
 
@@ -66,7 +67,7 @@ def _trace(spelled: Any, self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 
     changes = [isinstance(arg, SymNodeVariable) for arg in args]
     is_known = len(args) in (1, 2) and not kwargs
-    if not is_known or not any(changes) or not is_traced_whole():
+    if not is_known or not any(changes) or not is_running():
         return None
     if spelled is _pow and not _stays_real(args[0]):
         return None

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from mpcompile.backend import last_report
 from mpcompile.capture.remedies import math_functions
+from mpcompile.graph.roles import GraphKind
 from tests.capture.remedies.whole_steps import Program, check_whole, train_with
+from tests.steps import compile_step
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 CALLS = 4
@@ -45,8 +47,17 @@ def test_two_graphs_serve_all_counts(name: str) -> None:
     assert len(last_report(compiled).whole) == 2  # the first takes the count for a constant
 
 
+def test_regions_serve_all_counts_too() -> None:
+    step = counting_program(OF_A_COUNT["log"])[1]
+    compiled = compile_step(step, dtype="float32", capture="regions")
+    for _ in range(CALLS):
+        compiled(X)
+    kinds = [region.kind for region in last_report(compiled).regions]
+    assert kinds.count(GraphKind.TRAINING) == 2
+
+
 def test_each_count_is_compiled_anew_without_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_functions, "is_traced_whole", lambda: False)
+    monkeypatch.setattr(math_functions, "is_running", lambda: False)
 
     def build() -> Program:
         return counting_program(OF_A_COUNT["warm-up of an average"])
