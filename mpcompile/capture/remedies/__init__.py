@@ -1,7 +1,7 @@
 """What keeps real steps from being one graph although it need not: one remedy a module.
 
-Each is installed once and does nothing except while a step of ours is traced whole in the same
-thread. Without it the step would be right too, in regions.
+Each is installed once and does nothing except while a step of ours is traced in the same thread,
+most of them only while it is traced whole. Without it the step would be right too, in regions.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from mpcompile.capture.remedies import (
     output_capturing,
     raising_branches,
     recurrent_layers,
+    repeated_masks,
 )
 
 _OF_TORCH = (
     *(activation_grads, causal_mask, ctc_loss, cudnn_flags),
     *(growing_lists, logger_calls, math_functions, raising_branches, recurrent_layers),
+    repeated_masks,
 )
 
 
