@@ -30,8 +30,8 @@ _FUNCTIONS = frozenset(
     + [getattr(torch, name) for name in _NAMES if callable(getattr(torch, name, None))]
 )
 """What makes a mask of others or of values, and does nothing else."""
-_VERSIONS = "mpcompile_versions"
-"""Where nodes keep the versions of what they were made of."""
+_WRITES = "mpcompile_writes"
+"""Where nodes keep how often what they were made of had been written to."""
 
 
 def install() -> None:
@@ -61,10 +61,10 @@ def _select_by_index(node: Node) -> None:
 
 def _take_earlier(node: Node) -> None:
     if _makes_mask(node):
-        node.meta[_VERSIONS] = [_version(source) for source in node.all_input_nodes]
+        node.meta[_WRITES] = [_num_writes(source) for source in node.all_input_nodes]
     elif node.target is operator.getitem and len(node.args) == 2:
         mask = node.args[1]
-        if isinstance(mask, Node) and _makes_mask(mask) and _version(mask) == 0:
+        if isinstance(mask, Node) and _makes_mask(mask) and _num_writes(mask) == 0:
             earlier = next((n for n in node.graph.nodes if _is_same(n, mask)), mask)
             node.args = (node.args[0], earlier)
 
@@ -83,9 +83,9 @@ def _is_same(some: Any, other: Any) -> bool:
         some.target == other.target
         and some.kwargs == other.kwargs
         and len(some.args) == len(other.args)
-        and _VERSIONS in some.meta
-        and some.meta[_VERSIONS] == other.meta.get(_VERSIONS)
-        and _version(some) == _version(other) == 0
+        and _WRITES in some.meta
+        and some.meta[_WRITES] == other.meta.get(_WRITES)
+        and _num_writes(some) == _num_writes(other) == 0
         and all(map(_is_same, some.args, other.args))
     )
 
@@ -95,7 +95,15 @@ def _value(argument: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def _version(node: Node) -> int:
-    """Return how often the tensor of ``node`` was written to; -1 if it is none."""
+def _num_writes(node: Node) -> int:
+    """Return how often the memory of ``node`` was written to so far, by ``.data`` too.
+
+    More if several nodes that share it know of a write; -1 if it is no memory.
+    """
     value = _value(node)
-    return -1 if value is None else value._version
+    if value is None or value.layout is not torch.strided:
+        return -1
+    memory = value.untyped_storage()._cdata
+    values = [other for n in node.graph.nodes if (other := _value(n)) is not None]
+    strided = [other for other in values if other.layout is torch.strided]
+    return sum(o._version for o in strided if o.untyped_storage()._cdata == memory)

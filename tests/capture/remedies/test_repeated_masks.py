@@ -83,9 +83,22 @@ def _source_of_the_source_is_written(out: Tensor, y: Tensor, labels: Tensor) -> 
     return first + out[~(copy < 1)].square().sum()
 
 
-@pytest.mark.parametrize(
-    "loss", [_source_is_written, _mask_is_written, _source_of_the_source_is_written]
+def _data_of_the_source_is_written(out: Tensor, y: Tensor, labels: Tensor) -> Tensor:
+    copy = labels.clone()
+    first = out[~(copy < 1)].sum()
+    copy.data[1] = 0
+    return first + out[~(copy < 1)].square().sum()
+
+
+WRITES = (
+    _source_is_written,
+    _mask_is_written,
+    _source_of_the_source_is_written,
+    _data_of_the_source_is_written,
 )
+
+
+@pytest.mark.parametrize("loss", WRITES)
 def test_mask_is_made_anew_where_something_was_written_to(loss: Loss) -> None:
     check_whole(lambda: masked_program(loss), X, Y, LABELS)
 
