@@ -319,12 +319,16 @@ def test_cpu_table_agrees_with_autocast(
     assert ours[name] == eager[name]
 
 
+IN_FLOAT32_LATER = "rms_norm"
+"""Autocast of torch 2.11 computes it in 16 bits on CUDA."""
+
+
 @pytest.mark.parametrize("name", [name for name in SAMPLE if name not in NEEDS_CUDA])
 def test_cuda_table_agrees_with_autocast(
     name: str, on_cuda: tuple[dict[str, bool], dict[str, bool]]
 ) -> None:
     ours, eager = on_cuda
-    assert ours[name] == eager[name]
+    assert ours[name] == eager[name] or (name == IN_FLOAT32_LATER and not ours[name])
 
 
 @pytest.mark.parametrize("name", DECOMPOSED)

@@ -36,7 +36,7 @@ def _resident(source: str) -> int:
 def _check_usage(arch: str, cubin: Cubin, most: int) -> None:
     usage = cubin.usage()
     assert usage, f"{arch}: no kernel in the log"
-    is_new = tuple(map(int, nvrtc_version().split("."))) >= (13, 5)
+    is_new = tuple(map(int, re.findall(r"\d+", nvrtc_version()))) >= (13, 5)
     spilled = 0 if is_new else SPILLED_BY_OLDER.get(arch, 0)
     for name, used in usage.items():
         assert used.spill_bytes <= spilled, f"{arch}, {name}: {used.spill_bytes} bytes spill"
