@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from functorch.compile import (
     aot_module_simplified,
     make_boxed_func,
     min_cut_rematerialization_partition,
 )
-from torch.fx import GraphModule
+from torch._prims_common import suggest_memory_format
+from torch.fx import GraphModule, Node
 
 from mpcompile.lowering.rematerialise import rematerialise
 from mpcompile.lowering.rewriter import (
@@ -42,6 +44,7 @@ def lower(gm: GraphModule, inputs: Sequence[Any], rewriter: Rewriter) -> Compile
         rematerialise(graph)
         return _run_as_is(graph, rewriter, is_backward=False)
 
+    _lay_out_as_kernels_do(gm)
     with torch._functorch.config.patch(AOT_CONFIG):
         compiled = aot_module_simplified(
             gm,
@@ -60,6 +63,30 @@ def _run_as_is(graph: GraphModule, rewriter: Rewriter, is_backward: bool) -> Com
     _allow_other_strides(graph)
     boxed: Compiled = make_boxed_func(rewriter.observe(graph, is_backward) or graph.forward)
     return boxed
+
+
+def _lay_out_as_kernels_do(gm: GraphModule) -> None:
+    """Have graphs know how kernels of batch norm lay out what they return: densely.
+
+    Their fakes keep strides of the input instead. What follows would be traced for those, and
+    dropout draws its numbers in the order of memory.
+    """
+    for node in gm.graph.nodes:
+        if node.target not in (torch.batch_norm, F.batch_norm):
+            continue
+        given = node.args[0].meta.get("example_value")
+        if isinstance(given, torch.Tensor):
+            layout = suggest_memory_format(given)
+            if not given.is_contiguous(memory_format=layout):
+                _insert_contiguous(node, layout)
+    gm.recompile()
+
+
+def _insert_contiguous(node: Node, layout: torch.memory_format) -> None:
+    with node.graph.inserting_after(node):
+        dense = node.graph.call_method("contiguous", (node,), {"memory_format": layout})
+    dense.meta = dict(node.meta)
+    node.replace_all_uses_with(dense, lambda user: user is not dense)
 
 
 def _allow_other_strides(graph: GraphModule) -> None:
