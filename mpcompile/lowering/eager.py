@@ -1,4 +1,7 @@
-"""Run the rewritten graphs as they stand, each op by its own kernel."""
+"""Run the rewritten graphs as they stand, each op by its own kernel.
+
+Private torch API, seen in 2.11 to 2.14: ``_prims_common.suggest_memory_format``.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,8 @@ def _lay_out_as_kernels_do(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         if node.target not in (torch.batch_norm, F.batch_norm):
             continue
-        given = node.args[0].meta.get("example_value")
+        source = node.args[0] if node.args else node.kwargs["input"]
+        given = source.meta.get("example_value")
         if isinstance(given, torch.Tensor):
             layout = suggest_memory_format(given)
             if not given.is_contiguous(memory_format=layout):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpcompile.backend import last_report
@@ -40,6 +41,16 @@ def test_dropout_behind_batch_norm_of_a_transposed_tensor_is_eagers(norms: int) 
     found = _run(compile_step(lambda x: model(x), dtype="float32"), x)
     assert torch.equal(found, expected)
     assert found.stride() == expected.stride()
+
+
+def test_input_of_batch_norm_may_be_given_by_name() -> None:
+    def normed(x: Tensor) -> Tensor:
+        turned = x.transpose(1, 2)
+        out = F.batch_norm(input=turned, running_mean=None, running_var=None, training=True)
+        return F.dropout(F.rms_norm(out.transpose(1, 2), (8,)), 0.3)
+
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    assert torch.equal(_run(compile_step(normed, dtype="float32"), x), _run(normed, x))
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

@@ -12,11 +12,12 @@ each node that is traced.
 from __future__ import annotations
 
 import operator
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from mpcompile.runtime.stand_ins import is_traced_whole
 
@@ -32,6 +33,8 @@ _FUNCTIONS = frozenset(
 """What makes a mask of others or of values, and does nothing else."""
 _WRITES = "mpcompile_writes"
 """Where nodes keep how often what they were made of had been written to."""
+_in_memory: weakref.WeakKeyDictionary[Graph, dict[int, list[Tensor]]] = weakref.WeakKeyDictionary()
+"""The tensors that the nodes of a graph give, by the memory that they lie in."""
 
 
 def install() -> None:
@@ -41,10 +44,13 @@ def install() -> None:
     stock: Any = builder.get_fake_value
 
     def get_fake_value(node: Node, *args: Any, **kwargs: Any) -> Any:
-        if is_traced_whole():
-            _select_by_index(node)
-            _take_earlier(node)
-        return stock(node, *args, **kwargs)
+        if not is_traced_whole():
+            return stock(node, *args, **kwargs)
+        _select_by_index(node)
+        _take_earlier(node)
+        found = stock(node, *args, **kwargs)
+        _note_memory(node.graph, found)
+        return found
 
     builder.get_fake_value = get_fake_value
 
@@ -95,15 +101,25 @@ def _value(argument: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def _note_memory(graph: Graph, found: Any) -> None:
+    if isinstance(found, Tensor) and found.layout is torch.strided:
+        known = _in_memory.setdefault(graph, {})
+        known.setdefault(_memory_of(found), []).append(found)
+
+
+def _memory_of(value: Tensor) -> int:
+    memory: int = value.untyped_storage()._cdata
+    return memory
+
+
 def _num_writes(node: Node) -> int:
     """Return how often the memory of ``node`` was written to so far, by ``.data`` too.
 
-    More if several nodes that share it know of a write; -1 if it is no memory.
+    More if several tensors in it know of a write; -1 if it is no memory.
     """
     value = _value(node)
     if value is None or value.layout is not torch.strided:
         return -1
-    memory = value.untyped_storage()._cdata
-    values = [other for n in node.graph.nodes if (other := _value(n)) is not None]
-    strided = [other for other in values if other.layout is torch.strided]
-    return sum(o._version for o in strided if o.untyped_storage()._cdata == memory)
+    others = _in_memory.get(node.graph, {}).get(_memory_of(value), [])
+    tensors = {id(tensor): tensor for tensor in (value, *others)}
+    return sum(tensor._version for tensor in tensors.values())
