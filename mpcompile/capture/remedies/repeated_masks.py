@@ -6,7 +6,7 @@ mask selects, an earlier one is taken that is made in the same way of the same, 
 written to in between. ``masked_select`` selects as indexing does, for which masks share their size.
 
 Private torch API, seen in 2.11 to 2.14: ``get_fake_value`` of ``variables.builder``, called for
-each node that is traced.
+each node that is traced; ``FakeTensor``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from mpcompile.runtime.stand_ins import is_traced_whole
@@ -101,8 +102,13 @@ def _value(argument: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def _has_memory(value: Any) -> bool:
+    """Whether ``value`` is a plain tensor; one inside ``vmap`` does not say where it lies."""
+    return isinstance(value, FakeTensor) and value.layout is torch.strided
+
+
 def _note_memory(graph: Graph, found: Any) -> None:
-    if isinstance(found, Tensor) and found.layout is torch.strided:
+    if _has_memory(found):
         known = _in_memory.setdefault(graph, {})
         known.setdefault(_memory_of(found), []).append(found)
 
@@ -118,7 +124,7 @@ def _num_writes(node: Node) -> int:
     More if several tensors in it know of a write; -1 if it is no memory.
     """
     value = _value(node)
-    if value is None or value.layout is not torch.strided:
+    if value is None or not _has_memory(value):
         return -1
     others = _in_memory.get(node.graph, {}).get(_memory_of(value), [])
     tensors = {id(tensor): tensor for tensor in (value, *others)}

@@ -103,6 +103,16 @@ def test_mask_is_made_anew_where_something_was_written_to(loss: Loss) -> None:
     check_whole(lambda: masked_program(loss), X, Y, LABELS)
 
 
+def test_mask_of_each_row_under_vmap_is_left_alone() -> None:
+    def loss(out: Tensor, y: Tensor, labels: Tensor) -> Tensor:
+        def distance(one: Tensor, other: Tensor) -> Tensor:
+            return torch.where(~(other > 0), one - other, (other > 0) * one).square().sum()
+
+        return torch.func.vmap(distance)(out, y).mean()
+
+    check_whole(lambda: masked_program(loss), X, Y, LABELS)
+
+
 def test_mask_that_selects_by_broadcasting_is_left_alone() -> None:
     def loss(out: Tensor, y: Tensor, labels: Tensor) -> Tensor:
         return out.masked_select((labels > 0).unsqueeze(1)).square().mean()
