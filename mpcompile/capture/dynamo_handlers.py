@@ -8,7 +8,7 @@ Private torch API, seen in 2.11 to 2.14: ``trace_rules._allowed_callable_ids``;
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -47,10 +47,19 @@ def trace_instead(original: Any, stand_in: Any, applies: Callable[[], bool] = la
     handle(original, trace)
 
 
-def break_graph(reason: str, context: str) -> None:
-    """End the graph that is being traced."""
+class WholeTrace(Protocol):
+    """What tracing a step whole asks of the session whose step it is."""
+
+    def note_refusal(self, reason: str) -> None:
+        """Note why the graph is broken where the trace is now."""
+
+
+def break_graph(reason: str, context: str, trace: WholeTrace | None = None) -> None:
+    """End the graph that is being traced, and have the report of ``trace`` tell why."""
     from torch._dynamo.exc import unimplemented
 
+    if trace is not None:
+        trace.note_refusal(reason)
     unimplemented(
         gb_type=f"mpcompile: {reason}",
         context=context,

@@ -13,24 +13,21 @@ from typing import Any, Protocol
 import torch
 
 from mpcompile.capture import dropped_grads, optimizer_reads
-from mpcompile.capture.dynamo_handlers import break_graph, handle
+from mpcompile.capture.dynamo_handlers import WholeTrace, break_graph, handle
 from mpcompile.runtime import stand_ins
 from mpcompile.runtime.dispatch import runs_hooks_again
 from mpcompile.runtime.structure import params_of
 from mpcompile.runtime.update import AMP_NAMES, HOOKS_AGAIN
 
 
-class UpdateTrace(Protocol):
-    """What tracing a step whole asks of the session whose step it is."""
+class UpdateTrace(WholeTrace, Protocol):
+    """What tracing an update asks besides."""
 
     def handle_of(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the handle of the optimizer's update."""
 
     def keep_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Rely on the list of parameters of ``optimizer`` until the graph expires."""
-
-    def note_refusal(self, reason: str) -> None:
-        """Note why the graph is broken where the trace is now."""
 
 
 Finder = Callable[[], UpdateTrace | None]
@@ -110,12 +107,7 @@ def _emit_update(tx: Any, optimizer: torch.optim.Optimizer, trace: UpdateTrace) 
     for param in updated:
         dropped_grads.note_update(tx.output, param)
     trace.keep_parameters(optimizer)
-
-    def refuse(reason: str, context: str) -> None:
-        trace.note_refusal(reason)
-        break_graph(reason, context)
-
-    optimizer_reads.settle(tx, optimizer, refuse)
+    optimizer_reads.settle(tx, optimizer, functools.partial(break_graph, trace=trace))
     tx.output.create_proxy(
         "call_function",
         torch.ops.mpcompile.update.default,

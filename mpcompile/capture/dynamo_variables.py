@@ -22,12 +22,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from mpcompile.capture import dropped_grads, dynamo_ddp, hooks, optimizer_reads
 from mpcompile.capture.dynamo_handlers import (
+    WholeTrace,
     break_graph,
     current_tx,
     handle,
@@ -35,14 +36,6 @@ from mpcompile.capture.dynamo_handlers import (
     tensors_in,
 )
 from mpcompile.runtime import stand_ins
-
-
-class WholeTrace(Protocol):
-    """What tracing a step whole asks of the session whose step it is."""
-
-    def note_refusal(self, reason: str) -> None:
-        """Note why the graph is broken where the trace is now."""
-
 
 Finder = Callable[[], WholeTrace | None]
 _find_trace: Finder = lambda: None  # noqa: E731  # replaced by install
@@ -304,7 +297,4 @@ def _detach_consumed(graph: Any, outputs: list[Any], tx: Any) -> None:
 
 def _break(reason: str, context: str) -> None:
     """Break the graph, and have the report tell why."""
-    trace = _find_trace()
-    if trace is not None:
-        trace.note_refusal(reason)
-    break_graph(reason, context)
+    break_graph(reason, context, _find_trace())

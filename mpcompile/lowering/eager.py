@@ -74,16 +74,16 @@ def _lay_out_as_kernels_do(gm: GraphModule) -> None:
     Their fakes keep strides of the input instead. What follows would be traced for those, and
     dropout draws its numbers in the order of memory.
     """
-    for node in gm.graph.nodes:
-        if node.target not in (torch.batch_norm, F.batch_norm):
-            continue
+    norms = [node for node in gm.graph.nodes if node.target in (torch.batch_norm, F.batch_norm)]
+    for node in norms:
         source = node.args[0] if node.args else node.kwargs["input"]
         given = source.meta.get("example_value")
         if isinstance(given, torch.Tensor):
             layout = suggest_memory_format(given)
             if not given.is_contiguous(memory_format=layout):
                 _insert_contiguous(node, layout)
-    gm.recompile()
+    if norms:
+        gm.recompile()
 
 
 def _insert_contiguous(node: Node, layout: torch.memory_format) -> None:

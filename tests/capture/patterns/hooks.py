@@ -15,9 +15,15 @@ from tests.capture.patterns.registry import network, pair, pattern
 from tests.programs import Program
 
 
-def _program(*, optimizer_clears: bool = False) -> tuple[Any, Optimizer, Program]:
+def _sgd(params: Any) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def _program(
+    *, optimizer_clears: bool = False, make: Callable[[Any], Optimizer] = _sgd
+) -> tuple[Any, Optimizer, Program]:
     model = network()
-    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    opt = make(model.parameters())
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         if optimizer_clears:
@@ -253,18 +259,8 @@ class CallsItsBase(torch.optim.Adam):
 
 @pattern(whole=False)
 def hooks_of_an_optimizer_that_calls_the_step_of_its_base() -> Program:
-    model = network()
-    torch.optim.Adam(model.parameters())  # a class's step runs hooks once it was used
-    opt = CallsItsBase(model.parameters(), lr=1e-2)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        opt.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        opt.step()
-        return loss.detach()
-
-    program = Program(step, model, [opt], pair)
+    torch.optim.Adam([torch.zeros(1)])  # a class's step runs hooks once it was used
+    _, opt, program = _program(optimizer_clears=True, make=lambda p: CallsItsBase(p, lr=1e-2))
 
     def add() -> None:
         opt.register_step_pre_hook(_scale_gradients)
